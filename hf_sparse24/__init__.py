@@ -1,0 +1,25 @@
+"""2:4 (semi-structured) sparsity for Hugging Face Transformers.
+
+Importing registers with Transformers: `from_pretrained` opens sparse checkpoints, `save_pretrained` takes `sparsity_config=`.
+"""
+
+from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig
+from hf_sparse24.errors import CheckpointError
+from hf_sparse24.integration import load as _load
+from hf_sparse24.integration import save as _save
+from hf_sparse24.linear import Sparse24Linear, SparseBitmaskLinear
+
+_load.install()
+_save.install()
+
+__version__ = "0.1.0.dev0"
+__all__ = [
+    "CheckpointError",
+    "DenseSparsityConfig",
+    "Sparse24Config",
+    "Sparse24Linear",
+    "SparseBitmaskConfig",
+    "SparseBitmaskLinear",
+    "SparsityConfig",
+    "__version__",
+]

@@ -1,0 +1,358 @@
+"""Checkpoint files: which weights are packed, and each of them seen as the dense tensor that it stands for.
+
+A compressed checkpoint is the dense checkpoint in which some weights are stored as parts.  `as_dense` undoes that lazily:
+the result behaves like the open files of the dense checkpoint, so that whoever reads it (Transformers' loader with its
+renamings, expert merging, sharding and casts; a folder conversion) needs to know nothing of packing.
+
+What is packed is decided by the tensors' names, never by `config.json` (docs/formats.md):
+
+    P.compressed, P.bitmask, P.shape                  the weight P.weight, sparse-24-bitmask
+    the same and P.row_offsets                        the weight P.weight, sparse-bitmask
+    N.compressed, N.bitmask, ... with N = P.weight    any parameter N, written by compressed-tensors <= 0.8.1
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hf_sparse24.compressors import COMPRESSORS, BaseSparsityCompressor, PackedTensorError, Sparse24Compressor, SparseBitmaskCompressor
+from hf_sparse24.compressors.base import shape_of
+from hf_sparse24.errors import CheckpointError
+
+PART_SUFFIXES = ("compressed", "bitmask", "row_offsets", "shape")
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+PICKLE_NAMES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class Slice(Protocol):
+    """A tensor in an open safetensors file: its header is known, indexing reads it."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+
+class TensorSlice:
+    """A tensor in memory with the interface of `Slice`."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        """Sizes of the axes."""
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the dtype."""
+        return next(name for name, dtype in DTYPES.items() if dtype == self.tensor.dtype)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor[index]
+
+
+class PackedSlice:
+    """A packed weight with the interface of `Slice`: header and values are those of the dense tensor.
+
+    Args:
+        name: Parameter name, for errors.
+        parts: The stored tensors by suffix.
+        where: File or folder, for errors.
+
+    Raises:
+        CheckpointError: The headers of the parts disagree; nothing but `shape` was read.
+    """
+
+    def __init__(self, name: str, parts: Mapping[str, Slice], where: str):
+        self.name, self.parts, self.where = name, dict(parts), where
+        self.device: torch.device | None = None
+        """Where to unpack; None is the CPU."""
+        self.compressor = _compressor_of(parts)
+        if "shape" not in parts:
+            raise self._error(f"missing part {name_of_part(name, 'shape')}")
+        self.shape = shape_of(parts["shape"][...])
+        try:
+            self.compressor.check_parts({part: _spec(value) for part, value in parts.items()}, self.shape)
+        except PackedTensorError as error:
+            raise self._error(str(error)) from None
+
+    def get_shape(self) -> list[int]:
+        """Sizes of the dense weight."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the weight's dtype."""
+        return self.parts["compressed"].get_dtype()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        index = index if isinstance(index, tuple) else (index,)
+        rows = index[0] if index else ...
+        if self._is_cut(rows):
+            return self._unpack(rows)[(slice(None), *index[1:])]
+        dense = self._unpack(slice(None))
+        return dense if index == (...,) else dense[index]
+
+    def _is_cut(self, rows: Any) -> bool:
+        """Whether an index asks for some rows of a format in which rows can be unpacked on their own."""
+        whole_groups = self.compressor.format == Sparse24Compressor.format and self.shape[1] % 4 == 0
+        return whole_groups and isinstance(rows, slice) and rows.step in (None, 1)
+
+    def _unpack(self, rows: slice) -> Tensor:
+        parts = {}
+        for part, value in self.parts.items():
+            cut = rows != slice(None) and part in ("compressed", "bitmask")
+            parts[part] = value[rows] if cut else value[...]
+        if rows != slice(None):
+            parts["shape"] = torch.tensor([len(parts["bitmask"]), self.shape[1]])
+        if self.device is not None:
+            parts = {part: value.to(self.device) if part != "shape" else value for part, value in parts.items()}
+        try:
+            return self.compressor.decompress_weight(parts)
+        except PackedTensorError as error:
+            raise self._error(str(error)) from None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all parts in the file."""
+        return sum(size_bytes(value) for value in self.parts.values())
+
+    def _error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: packed weight {self.name}: {message}")
+
+
+def size_bytes(value: Slice) -> int:
+    """Bytes of the tensor that a slice stands for."""
+    dtype, shape = _spec(value)
+    return dtype.itemsize * torch.Size(shape).numel()
+
+
+def name_of_part(parameter: str, part: str) -> str:
+    """`P.weight`, `bitmask` -> `P.bitmask`."""
+    return f"{parameter.removesuffix('.weight')}.{part}"
+
+
+def find_packed(
+    tensors: Mapping[str, Slice | Tensor], where: Callable[[str], str] = lambda name: "checkpoint", declared: bool = False
+) -> dict[str, PackedSlice]:
+    """Find the packed weights among the tensors of a checkpoint.
+
+    Args:
+        tensors: Every tensor of the checkpoint, by name; headers suffice.
+        where: The file that holds a tensor, for errors.
+        declared: Whether the config says that the checkpoint is sparse: then a stray part is an error even if it is the only one.
+
+    Returns:
+        Parameter name (`P.weight`) -> the packed weight, in the order of the files.
+
+    Raises:
+        CheckpointError: A part is missing, left over or contradicts another; a weight is stored twice; or the weight is
+            quantised as well.
+    """
+    bases: dict[str, dict[str, Slice]] = {}
+    for name, tensor in tensors.items():
+        base, _, suffix = name.rpartition(".")
+        if suffix in PART_SUFFIXES and base:
+            bases.setdefault(base, {})[suffix] = TensorSlice(tensor) if isinstance(tensor, Tensor) else tensor
+        elif suffix in ("B_24", "B_meta") or (suffix == "weight_packed" and f"{base}.scale_packed" in tensors):
+            raise CheckpointError(f"{where(name)}: {name} is in the format marlin-24, which this version of hf-sparse24 does not read yet")
+    complete = {base for base, parts in bases.items() if {"compressed", "bitmask"} <= set(parts)}
+    named_by_parameter = any(base.endswith(".weight") for base in complete)
+    packed = {}
+    for base, parts in bases.items():
+        if base not in complete:
+            # `shape` alone may be anybody's.
+            if (complete or declared) and set(parts) - {"shape"}:
+                part = next(p for p in parts if p != "shape")
+                lacking = "bitmask" if "bitmask" not in parts else "compressed"
+                raise CheckpointError(f"{where(f'{base}.{part}')}: {base}.{part} is left over: {base}.{lacking} is missing")
+            continue
+        parameter = base if named_by_parameter else f"{base}.weight"
+        if parameter in tensors:
+            raise CheckpointError(f"{where(parameter)}: {parameter} is stored both dense and packed")
+        if f"{base}.weight_scale" in tensors:
+            raise CheckpointError(
+                f"{where(f'{base}.bitmask')}: {parameter} is quantised and packed; this version of hf-sparse24 reads weights that are not quantised"
+            )
+        packed[parameter] = PackedSlice(parameter, parts, where(f"{base}.bitmask"))
+    return packed
+
+
+def as_dense(
+    tensors: Mapping[str, Slice | Tensor], packed: Mapping[str, PackedSlice], keep: Iterable[str] = ()
+) -> dict[str, Slice | Tensor | PackedSlice]:
+    """The tensors of the dense checkpoint that a compressed one stands for.
+
+    Args:
+        tensors: Every tensor of the compressed checkpoint.
+        packed: `find_packed(tensors)`.
+        keep: Parameters that stay as parts, under the names `P.compressed`, `P.bitmask`, ...
+
+    Returns:
+        Name -> tensor; a packed one is unpacked when it is indexed.
+    """
+    parts = {f"{base}.{part}" for name, value in packed.items() for part in value.parts for base in (name, name.removesuffix(".weight"))}
+    dense: dict[str, Slice | Tensor | PackedSlice] = {name: tensor for name, tensor in tensors.items() if name not in parts}
+    keep = set(keep)
+    for name, value in packed.items():
+        if name in keep:
+            dense |= {name_of_part(name, part): tensor for part, tensor in value.parts.items()}
+        else:
+            dense[name] = value
+    return dense
+
+
+@dataclass
+class Checkpoint(AbstractContextManager):
+    """The open safetensors files of one folder.
+
+    `shards` maps each file name to the tensors in it, `tensors` each tensor name to its slice, `config` is config.json.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    shards: dict[str, list[str]] = field(default_factory=dict)
+    tensors: dict[str, Slice] = field(default_factory=dict)
+    _handles: list[Any] = field(default_factory=list)
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.__exit__(None, None, None)
+
+    def file_of(self, name: str) -> str:
+        """Path of the file that holds a tensor."""
+        return next((str(self.path / file) for file, names in self.shards.items() if name in names), str(self.path))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether an index names the files."""
+        return (self.path / INDEX_NAME).exists()
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open every weights file of a checkpoint folder; only headers are read.
+
+    Args:
+        path: Folder with config.json and model.safetensors, or an index and its shards.
+
+    Returns:
+        The open checkpoint, a context manager.
+
+    Raises:
+        CheckpointError: No folder, no safetensors weights, a missing, truncated or foreign file (named), a tensor in two
+            files, or an index that disagrees with the files.
+    """
+    path = Path(path)
+    files, index = checkpoint_files(path)
+    checkpoint = Checkpoint(path, read_json(path / CONFIG_NAME) if (path / CONFIG_NAME).exists() else {})
+    for file in files:
+        handle = open_file(path / file)
+        checkpoint._handles.append(handle)
+        checkpoint.shards[file] = list(handle.keys())
+        for name in checkpoint.shards[file]:
+            if name in checkpoint.tensors:
+                raise CheckpointError(f"{path / file}: tensor {name} is also in {checkpoint.file_of(name)}")
+            checkpoint.tensors[name] = handle.get_slice(name)
+    for name, file in index.items():
+        if name not in checkpoint.shards[file]:
+            raise CheckpointError(f"{path / INDEX_NAME}: says that {name} is in {file}, which does not hold it")
+    return checkpoint
+
+
+def checkpoint_files(path: Path) -> tuple[list[str], dict[str, str]]:
+    """The weights files of a folder, in the order of their names, and the index's weight map (empty if there is none).
+
+    Raises:
+        CheckpointError: There are none, or the index is damaged or names a file that is missing or outside the folder.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder")
+    if (path / INDEX_NAME).exists():
+        weight_map = read_json(path / INDEX_NAME).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{path / INDEX_NAME}: weight_map must map tensor names to file names")
+        files = sorted(set(weight_map.values()))
+        for file in files:
+            if Path(file).name != file:
+                raise CheckpointError(f"{path / INDEX_NAME}: {file!r} is not the name of a file in this folder")
+            if not (path / file).exists():
+                raise CheckpointError(f"{path / INDEX_NAME}: names {file}, which is missing")
+        return files, weight_map
+    if (path / WEIGHTS_NAME).exists():
+        return [WEIGHTS_NAME], {}
+    pickles = [p.name for pattern in PICKLE_NAMES for p in path.glob(pattern)]
+    hint = f"; {pickles[0]} is a pickle, which may run code: load it with a trusted tool and save it as safetensors" if pickles else ""
+    raise CheckpointError(f"{path}: holds neither {WEIGHTS_NAME} nor {INDEX_NAME}{hint}")
+
+
+def open_file(file: str | Path) -> Any:
+    """A safetensors file, open on the CPU.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or no safetensors file; a pointer of Git LFS is called by its name.
+    """
+    try:
+        return safe_open(str(file), framework="pt").__enter__()
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: {_why_unreadable(Path(file), error)}") from None
+
+
+def read_json(file: str | Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        CheckpointError: It does not.
+    """
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def write_json(file: str | Path, content: Mapping[str, Any]) -> None:
+    """Write JSON as Transformers does: two spaces, sorted keys, a newline at the end."""
+    Path(file).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _why_unreadable(file: Path, error: Exception) -> str:
+    if not file.exists():
+        return "no such file"
+    with file.open("rb") as opened:
+        start = opened.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        return "this is a Git LFS pointer, not the file: fetch it with `git lfs pull` or download it again"
+    return f"not a complete safetensors file of {file.stat().st_size} bytes ({error}); download or copy it again"
+
+
+def _compressor_of(parts: Mapping[str, Slice]) -> BaseSparsityCompressor:
+    name = SparseBitmaskCompressor.format if "row_offsets" in parts else Sparse24Compressor.format
+    compressor = COMPRESSORS[name]
+    assert isinstance(compressor, BaseSparsityCompressor)
+    return compressor
+
+
+def _spec(value: Slice) -> tuple[torch.dtype, tuple[int, ...]]:
+    # A dtype that torch does not have cannot be the right one either: report it as one that no part may have.
+    return DTYPES.get(value.get_dtype(), torch.complex128), tuple(value.get_shape())
+
+
+def iterate_pieces(names: Iterable[str], tensors: Mapping[str, Slice | Tensor | PackedSlice]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) one after the other; each is read, or unpacked, when its turn comes."""
+    for name in names:
+        value = tensors[name]
+        yield name, value if isinstance(value, Tensor) else value[...]

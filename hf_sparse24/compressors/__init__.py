@@ -1,0 +1,20 @@
+"""One file per on-disk format; tensors in, tensors out.  A compressor knows nothing of models or files."""
+
+from hf_sparse24.compressors.base import BaseCompressor, BaseSparsityCompressor, PackedTensorError
+from hf_sparse24.compressors.dense import DenseCompressor
+from hf_sparse24.compressors.sparse24 import Sparse24Compressor
+from hf_sparse24.compressors.sparse_bitmask import SparseBitmaskCompressor
+
+COMPRESSORS: dict[str, BaseCompressor] = {
+    compressor.format: compressor for compressor in (DenseCompressor(), SparseBitmaskCompressor(), Sparse24Compressor())
+}
+
+__all__ = [
+    "COMPRESSORS",
+    "BaseCompressor",
+    "BaseSparsityCompressor",
+    "DenseCompressor",
+    "PackedTensorError",
+    "Sparse24Compressor",
+    "SparseBitmaskCompressor",
+]

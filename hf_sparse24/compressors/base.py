@@ -1,0 +1,139 @@
+"""What every on-disk format answers, and the bit order that the bitmask formats share.
+
+A weight of shape (out_features, in_features) is stored as named parts.  Bit k of byte j in row r of `bitmask` is 1 if and
+only if element (r, 8 j + k) is stored; each row fills whole bytes, unused high bits are 0.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+STORABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+# numpy knows no bfloat16 and no fp8: weights are moved as words of the same width.
+WORDS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
+# About this many weights are handled at once on a CPU, so that the intermediate arrays stay in its L2 cache.
+CHUNK_ELEMENTS = 1 << 17
+
+
+class PackedTensorError(ValueError):
+    """The parts of one packed weight disagree with each other."""
+
+
+class BaseCompressor(ABC):
+    """Turns one weight into named parts and back."""
+
+    format: ClassVar[str]
+    """Name of the format in `sparsity_config.format`."""
+    parts: ClassVar[tuple[str, ...]]
+    """Suffixes of the stored tensors, in the order in which a module registers them."""
+
+    @abstractmethod
+    def compress_weight(self, weight: Tensor) -> dict[str, Tensor]:
+        """Store a weight as its parts; raises ValueError where the format cannot hold it."""
+
+    @abstractmethod
+    def decompress_weight(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The dense weight of `compress_weight`'s parts; raises PackedTensorError if they disagree."""
+
+
+class BaseSparsityCompressor(BaseCompressor):
+    """A format that leaves out zeros."""
+
+    @abstractmethod
+    def why_not(self, weight: Tensor) -> str | None:
+        """Why this format cannot hold the weight without losing a value, or None if it can."""
+
+    @abstractmethod
+    def part_specs(self, shape: tuple[int, ...], dtype: torch.dtype, num_values: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of each part of a weight with `num_values` stored values, without making them."""
+
+    def check_parts(self, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], shape: tuple[int, ...]) -> None:
+        """Compare dtypes and shapes of stored parts with what a weight of `shape` needs.
+
+        Args:
+            specs: dtype and shape of each part, as a file's header states them.
+            shape: What the `shape` part holds.
+
+        Raises:
+            PackedTensorError: A part is missing or superfluous, or its dtype or shape is wrong; names the part and both numbers.
+        """
+        missing, extra = sorted(set(self.parts) - set(specs)), sorted(set(specs) - set(self.parts))
+        if missing or extra:
+            raise PackedTensorError(f"expected the parts {', '.join(self.parts)}; missing {missing or 'none'}, superfluous {extra or 'none'}")
+        if any(size < 0 for size in shape):
+            raise PackedTensorError(f"shape holds a negative size: {shape}")
+        dtype, values_shape = specs["compressed"]
+        if dtype not in STORABLE_DTYPES:
+            raise PackedTensorError(f"compressed has dtype {dtype}, expected one of {', '.join(str(d) for d in STORABLE_DTYPES)}")
+        expected = self.part_specs(shape, dtype, math.prod(values_shape))
+        for part, (expected_dtype, expected_shape) in expected.items():
+            found_dtype, found_shape = specs[part]
+            # The two formats write `shape` as (2, 1) or (2,): any shape with as many elements is read.
+            same_shape = math.prod(found_shape) == math.prod(expected_shape) if part == "shape" else found_shape == expected_shape
+            if found_dtype != expected_dtype or not same_shape:
+                raise PackedTensorError(
+                    f"{part} is {found_dtype} of shape {found_shape}, but a weight of shape {shape} needs "
+                    f"{expected_dtype} of shape {expected_shape}"
+                )
+
+
+def specs_of(parts: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of each part."""
+    return {name: (part.dtype, tuple(part.shape)) for name, part in parts.items()}
+
+
+def shape_of(shape_part: Tensor) -> tuple[int, ...]:
+    """The sizes that a `shape` part holds."""
+    return tuple(int(size) for size in shape_part.flatten().tolist())
+
+
+def require_storable(weight: Tensor) -> None:
+    """Raise ValueError for a dtype that no format stores."""
+    if weight.dtype not in STORABLE_DTYPES:
+        raise ValueError(f"dtype {weight.dtype} cannot be stored sparse, expected one of {', '.join(str(d) for d in STORABLE_DTYPES)}")
+
+
+def as_words(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous CPU tensor as an array of unsigned words, one per element; no copy."""
+    torch_word, numpy_word = WORDS[tensor.element_size()]
+    return tensor.detach().view(torch_word).numpy().view(numpy_word)
+
+
+def empty_words(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, np.ndarray]:
+    """An uninitialised CPU tensor and its words.  numpy asks for huge pages, which halves the cost of touching the memory first."""
+    torch_word, numpy_word = WORDS[dtype.itemsize]
+    words = np.empty(shape, numpy_word)
+    return torch.from_numpy(words).view(dtype) if words.ndim else torch.from_numpy(words.reshape(1)).view(dtype).view(()), words
+
+
+def row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices over the rows, about CHUNK_ELEMENTS weights each."""
+    step = max(1, CHUNK_ELEMENTS // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, min(rows, start + step))
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """(..., C) bool -> (..., ceil(C / 8)) uint8, lowest column in the lowest bit."""
+    columns = mask.shape[-1]
+    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -columns % 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    return (padded.unflatten(-1, (padded.shape[-1] // 8, 8)) * weights).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(bitmask: Tensor, columns: int) -> Tensor:
+    """(..., ceil(columns / 8)) uint8 -> (..., columns) bool."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bitmask.device)
+    bits = (bitmask.unsqueeze(-1) >> shifts) & 1  # (..., bytes, 8)
+    return bits.flatten(-2)[..., :columns].bool()
+
+
+def pad_bits_are_zero(bitmask: Tensor, columns: int) -> bool:
+    """Whether the unused high bits of each row's last byte are 0."""
+    used = columns % 8
+    return not used or not bitmask.numel() or not bool((bitmask[..., -1] >> used).any())

@@ -1,0 +1,332 @@
+"""What `config.json` says of sparsity: the configs a user builds, and every spelling of them found in published files.
+
+On disk (docs/formats.md), `quantization_config` of a checkpoint of ours is
+
+    quant_method       "compressed-tensors"          the name under which readers of the format look
+    version            FORMAT_VERSION                the last compressed-tensors whose files look like ours
+    config_groups      {GUARD: ["Linear"]}           makes stock Transformers stop, with GUARD in its error, before any weight is
+                                                     read; left out if readable_by="compressed-tensors"
+    sparsity_config    format, targets, ignore, ...  the six keys of old, ours behind them
+
+What is packed is never read from here: the tensors in the file say it (checkpoint.py).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hf_sparse24.errors import CheckpointError
+
+GUARD = "hf-sparse24 (pip install hf-sparse24, then import hf_sparse24)"
+FORMAT_VERSION = "0.12.2"
+LEGACY_METHOD = "compressed-tensors"
+# `quant_method` of checkpoints whose `sparsity_config` is ours to read.  "sparse24" is our name inside Transformers.
+OUR_METHODS = (LEGACY_METHOD, "sparse24", "sparseml", "sparsity", None)
+LEGACY_KEYS = ("format", "sparsity_structure", "global_sparsity", "registry_requires_subclass", "targets", "ignore")
+# Longest text of a hostile value that an error repeats.
+SHOWN = 60
+
+
+class SparsityConfig(BaseModel, QuantizationConfigMixin):
+    """Which layers are stored sparse, and how they come back.  Use one of its subclasses.
+
+    Args:
+        targets: Modules to pack: a class name ("Linear"; base classes count), a full module name, or "re:PATTERN" matched
+            at the start of the module name.  A target that selects nothing is an error.
+        ignore: Modules that are never touched, in the same notation; a module's name also covers what it contains.
+        on_dense: A targeted weight that does not fit the format: "raise" names it and writes nothing, "skip" stores it
+            dense and lists it.
+        readable_by: "compressed-tensors" omits the guard, for readers of compressed-tensors 0.9 to 0.14.
+        run_compressed: On load: True keeps the layers packed, False makes plain `nn.Linear`, None keeps them packed if a
+            supported GPU is visible.  Not stored.
+        global_sparsity: Written on save: left-out weights over all parameters of the checkpoint.
+    """
+
+    # Transformers assigns attributes freely (`setattr(config, name, value)`): that is checked, too.
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+    format: ClassVar[str]
+    structure: ClassVar[str | None]
+    # The registry key of Transformers.  On disk the name is LEGACY_METHOD.
+    quant_method: ClassVar[str] = "sparse24"
+
+    targets: list[str] = Field(default_factory=lambda: ["Linear"], min_length=1)
+    ignore: list[str] = Field(default_factory=lambda: ["lm_head"])
+    on_dense: Literal["raise", "skip"] = "raise"
+    readable_by: Literal["hf-sparse24", "compressed-tensors"] = "hf-sparse24"
+    run_compressed: bool | None = None
+    global_sparsity: float = Field(default=0.0, ge=0.0, le=1.0)
+
+    # Keys of a file that we do not know: kept, and written again.
+    _unknown_block_keys: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _unknown_keys: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @field_validator("targets", "ignore")
+    @classmethod
+    def _regular_expressions_compile(cls, entries: list[str]) -> list[str]:
+        for entry in entries:
+            if entry.startswith("re:"):
+                try:
+                    re.compile(entry.removeprefix("re:"))
+                except re.error as error:
+                    raise ValueError(f"{_shown(entry)} is not a regular expression: {error}") from None
+        return entries
+
+    @property
+    def dequantize(self) -> bool:
+        """Whether loading ends in plain dense layers; Transformers reads this name."""
+        return self.run_compressed is False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The block for `config.json`.  Load options are left out."""
+        block = {
+            "format": self.format,
+            "sparsity_structure": self.structure,
+            "global_sparsity": self.global_sparsity,
+            "registry_requires_subclass": False,
+            "targets": list(self.targets),
+            "ignore": list(self.ignore),
+            **self._unknown_block_keys,
+        }
+        if self.readable_by != "hf-sparse24":
+            block["readable_by"] = self.readable_by
+        top = {**self._unknown_keys, "quant_method": LEGACY_METHOD, "version": FORMAT_VERSION, "sparsity_config": block}
+        if self.readable_by == "hf-sparse24":
+            top["config_groups"] = {GUARD: ["Linear"]}
+        return top
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """`to_dict`: every key is written."""
+        return self.to_dict()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The config of a `quantization_config` block, for Transformers.
+
+        Raises:
+            CheckpointError: The block is none of ours, or is refused (see `parse_config`).
+        """
+        parsed = parse_config({"quantization_config": config_dict})
+        if parsed.sparsity is None:
+            raise CheckpointError(f"quantization_config describes no sparse checkpoint: {_shown(config_dict)}")
+        return (parsed.sparsity, kwargs) if return_unused_kwargs else parsed.sparsity
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """The options that matter on load."""
+        return {"run_compressed": self.run_compressed}
+
+
+class Sparse24Config(SparsityConfig):
+    """Weights with at most two non-zeros in every group of four, stored as `sparse-24-bitmask`."""
+
+    __doc__ = f"{__doc__}\n{SparsityConfig.__doc__.partition('.')[2].partition(chr(10))[2]}"
+    format: ClassVar[str] = "sparse-24-bitmask"
+    structure: ClassVar[str | None] = "2:4"
+
+
+class SparseBitmaskConfig(SparsityConfig):
+    """Weights with zeros anywhere, stored as `sparse-bitmask`."""
+
+    format: ClassVar[str] = "sparse-bitmask"
+    structure: ClassVar[str | None] = "unstructured"
+
+
+class DenseSparsityConfig(SparsityConfig):
+    """A checkpoint that is stored dense.  Old files carry it beside a dense model; it means nothing."""
+
+    format: ClassVar[str] = "dense"
+    structure: ClassVar[str | None] = None
+
+
+CONFIGS: dict[str, type[SparsityConfig]] = {c.format: c for c in (DenseSparsityConfig, SparseBitmaskConfig, Sparse24Config)}
+
+
+def as_config(value: "SparsityConfig | Mapping[str, Any] | str") -> SparsityConfig:
+    """What a user passed as `sparsity_config`, as a config.
+
+    Args:
+        value: A config, a dict of its fields with an optional "format" (default "sparse-24-bitmask"), or a format name.
+
+    Raises:
+        ValueError: An unknown format; a dict with unknown fields (pydantic's ValidationError).
+        TypeError: Another type.
+    """
+    if isinstance(value, SparsityConfig):
+        return value
+    if isinstance(value, str):
+        value = {"format": value}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"sparsity_config must be a Sparse24Config, another sparsity config, a dict or a format name, got {type(value).__name__}")
+    fields = dict(value)
+    name = fields.pop("format", Sparse24Config.format)
+    if name not in CONFIGS:
+        raise ValueError(f"unknown sparse format {_shown(name)}, expected one of {', '.join(CONFIGS)}")
+    return CONFIGS[name](**fields)
+
+
+@dataclass(frozen=True)
+class ParsedConfig:
+    """What `config.json` says: `sparsity` is None where nothing of ours is in it; `quantized` tells of a second, other method."""
+
+    sparsity: SparsityConfig | None
+    quantized: bool
+
+
+def parse_config(config: Mapping[str, Any]) -> ParsedConfig:
+    """Read every spelling of a sparse checkpoint's config.
+
+    Args:
+        config: `config.json` as a dict.  Looked at in this order: `quantization_config`, `compression_config`, a top-level
+            `sparsity_config`, then the same in nested configs (`text_config` and the like).
+
+    Returns:
+        The sparsity config, and whether the checkpoint is quantised as well.
+
+    Raises:
+        CheckpointError: A form that this version cannot read (by name), or a value that is not plain data of the right type.
+    """
+    top = _find_block(config)
+    if top is None:
+        return ParsedConfig(None, False)
+    _refuse_marlin(top)
+    block = top.get("sparsity_config")
+    quantized = _is_quantized(top)
+    method = top.get("quant_method")
+    if block in (None, {}, "{}") or not (method is None or isinstance(method, str)) or method not in OUR_METHODS:
+        if not (method is None or isinstance(method, str)):
+            raise CheckpointError(f"quant_method must be a string, got {_shown(method)}")
+        return ParsedConfig(None, quantized)
+    sparsity = _parse_block(block, top)
+    if quantized and not isinstance(sparsity, DenseSparsityConfig):
+        raise CheckpointError(
+            f"this checkpoint is quantised ({_shown(top.get('format'))}) and stored as {sparsity.format}; "
+            "this version of hf-sparse24 reads sparse checkpoints that are not quantised"
+        )
+    return ParsedConfig(sparsity, quantized)
+
+
+def _find_block(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    for key in ("quantization_config", "compression_config"):
+        block = config.get(key)
+        if isinstance(block, Mapping) and block:
+            # 0.4 to 0.6 nested a second `quantization_config` beside `sparsity_config`.
+            return {**block, **(block.get("quantization_config") or {})} if isinstance(block.get("quantization_config"), Mapping) else dict(block)
+        if block is not None and not isinstance(block, Mapping):
+            if hasattr(block, "to_dict"):
+                return block.to_dict()
+            raise CheckpointError(f"{key} must be an object, got {_shown(block)}")
+    if config.get("sparsity_config") not in (None, {}, "{}"):
+        return {"sparsity_config": config["sparsity_config"]}
+    for value in config.values():
+        nested = _find_block(value) if isinstance(value, Mapping) and "model_type" in value else None
+        if nested is not None:
+            return nested
+    return None
+
+
+def _is_quantized(top: Mapping[str, Any]) -> bool:
+    """Whether a block says that weights are quantised.  The guard, and groups without weights and activations, say nothing."""
+    groups = top.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise CheckpointError(f"config_groups must be an object, got {_shown(groups)}")
+    schemes = [group for name, group in groups.items() if name != GUARD]
+    empty = all(isinstance(s, Mapping) and not s.get("weights") and not s.get("input_activations") for s in schemes)
+    return bool(schemes) and not empty
+
+
+def _refuse_marlin(top: Mapping[str, Any]) -> None:
+    groups = top.get("config_groups")
+    group_formats = [g.get("format") for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, Mapping) else []
+    named = [top.get("format"), *group_formats, top.get("checkpoint_format"), top.get("quant_method")]
+    if any(isinstance(name, str) and name in ("marlin-24", "marlin_24", "gptq_marlin_24") for name in named):
+        raise CheckpointError("this checkpoint is in the format marlin-24 (4- or 8-bit 2:4), which this version of hf-sparse24 does not read yet")
+
+
+def _parse_block(block: Any, top: Mapping[str, Any]) -> SparsityConfig:
+    if not isinstance(block, Mapping):
+        raise CheckpointError(f"sparsity_config must be an object, got {_shown(block)}")
+    name = block.get("format")
+    if not isinstance(name, str) or name not in CONFIGS:
+        raise CheckpointError(f"unknown sparse format {_shown(name)}, expected one of {', '.join(CONFIGS)}")
+    _check_structure(block.get("sparsity_structure"))
+    fields: dict[str, Any] = {"global_sparsity": block.get("global_sparsity") or 0.0}
+    if block.get("readable_by") is not None:
+        fields["readable_by"] = block["readable_by"]
+    for key in ("targets", "ignore"):
+        if block.get(key):
+            fields[key] = block[key]
+        elif key in block:
+            fields[key] = [] if key == "ignore" else ["Linear"]
+    try:
+        # strict: a file's "1" is no number and its {} no list.
+        sparsity = CONFIGS[name].model_validate(fields, strict=True)
+    except ValueError as error:
+        raise CheckpointError(f"sparsity_config is not valid: {_shown(str(error), 400)}") from None
+    sparsity._unknown_block_keys = {k: v for k, v in block.items() if k not in (*LEGACY_KEYS, "readable_by")}
+    handled = ("sparsity_config", "quant_method", "version", "config_groups", "run_compressed")
+    sparsity._unknown_keys = {k: v for k, v in top.items() if k not in handled}
+    if isinstance(top.get("run_compressed"), bool):
+        sparsity.run_compressed = top["run_compressed"]
+    return sparsity
+
+
+def _check_structure(structure: Any) -> None:
+    if structure is None:
+        return
+    if not isinstance(structure, str) or not re.fullmatch(r"unstructured|\d{1,3}:\d{1,3}", structure.lower()):
+        raise CheckpointError(f'sparsity_structure must be "2:4", another "N:M" or "unstructured", got {_shown(structure)}')
+
+
+def _shown(value: Any, length: int = SHOWN) -> str:
+    text = value if isinstance(value, str) and length != SHOWN else repr(value)
+    return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
+
+
+def match_modules(names_and_classes: Mapping[str, type], config: SparsityConfig, aliases: Mapping[str, str] | None = None) -> list[str]:
+    """The modules that a config selects, in the order given.
+
+    Args:
+        names_and_classes: Module name -> class, of every module of the model.
+        config: Whose targets and ignore are applied; ignore wins.
+        aliases: Second names of modules (those in the checkpoint, where Transformers renames), matched like the first.
+
+    Raises:
+        ValueError: A target that selects no module.
+    """
+    aliases = aliases or {}
+    for target in config.targets:
+        if not any(_matches(target, name, cls, aliases.get(name)) for name, cls in names_and_classes.items()):
+            raise ValueError(f"target {target!r} matches no module of the model; use a class name, a full module name, or 're:PATTERN'")
+    return [
+        name
+        for name, cls in names_and_classes.items()
+        if any(_matches(target, name, cls, aliases.get(name)) for target in config.targets)
+        and not any(_ignores(entry, name, cls, aliases.get(name)) for entry in config.ignore)
+    ]
+
+
+def unused_ignores(names_and_classes: Mapping[str, type], config: SparsityConfig, aliases: Mapping[str, str] | None = None) -> list[str]:
+    """Entries of `ignore` that match no module; the default entry is not counted."""
+    aliases = aliases or {}
+    default = SparsityConfig.model_fields["ignore"].get_default(call_default_factory=True)
+    return [
+        entry
+        for entry in config.ignore
+        if entry not in default and not any(_ignores(entry, name, cls, aliases.get(name)) for name, cls in names_and_classes.items())
+    ]
+
+
+def _matches(entry: str, name: str, cls: type, alias: str | None) -> bool:
+    names = (name,) if alias is None else (name, alias)
+    if entry.startswith("re:"):
+        return any(re.match(entry.removeprefix("re:"), n) for n in names)
+    return entry in names or any(base.__name__ == entry for base in cls.__mro__)
+
+
+def _ignores(entry: str, name: str, cls: type, alias: str | None) -> bool:
+    names = (name,) if alias is None else (name, alias)
+    return _matches(entry, name, cls, alias) or any(n.startswith(f"{entry.rstrip('.')}.") for n in names)

@@ -1,0 +1,177 @@
+"""Around `from_pretrained`: three functions of `transformers.modeling_utils` are wrapped, each looked up there at call time.
+
+    get_hf_quantizer                        reads the config in every spelling and decides: dense, kept packed, or not ours
+    convert_and_load_state_dict_in_model    shows the loader the dense checkpoint that the packed tensors stand for
+    log_state_dict_report                   raises where stock Transformers only logs that weights were made up
+
+Without packed tensors and without a config of ours, each calls the original with the same arguments.
+"""
+
+import copy
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import modeling_utils
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.utils import logging
+
+from hf_sparse24.checkpoint import CONFIG_NAME, INDEX_NAME, PART_SUFFIXES, WEIGHTS_NAME, as_dense, find_packed, open_checkpoint
+from hf_sparse24.config import DenseSparsityConfig, SparsityConfig, parse_config
+from hf_sparse24.errors import CheckpointError
+from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer, listed, tied_names
+from hf_sparse24.kernels.dispatch import why_not_kept
+
+logger = logging.get_logger(__name__)
+CONFIG_KEYS = ("quantization_config", "compression_config", "sparsity_config")
+
+
+def install() -> None:
+    """Register the method and wrap the three functions; a second call changes nothing."""
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(METHOD)(SparsityConfig)
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(METHOD)(Sparse24HfQuantizer)
+    for wrap in (_get_hf_quantizer, _convert_and_load, _log_state_dict_report):
+        name = wrap.__name__.removeprefix("_") if wrap is not _convert_and_load else "convert_and_load_state_dict_in_model"
+        original = getattr(modeling_utils, name)
+        if not hasattr(original, "_sparse24_original"):
+            wrapped = functools.wraps(original)(functools.partial(wrap, original))
+            wrapped._sparse24_original = original
+            setattr(modeling_utils, name, wrapped)
+
+
+# ---- which way a checkpoint is opened ------------------------------------------------------------------------------------
+
+
+def _get_hf_quantizer(original: Callable[..., Any], config: Any, quantization_config: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+    parsed = parse_config(config.to_dict())
+    stored_dense = parsed.sparsity is None or isinstance(parsed.sparsity, DenseSparsityConfig)
+    if stored_dense and isinstance(quantization_config, SparsityConfig) and quantization_config.run_compressed is False:
+        quantization_config = None  # dense stays dense
+    if parsed.sparsity is None or (parsed.quantized and isinstance(parsed.sparsity, DenseSparsityConfig)):
+        return original(config, quantization_config, device_map, *args, **kwargs)
+    _check_folder(config)
+    if stored_dense:
+        # Old files carry the block beside a dense model: it means nothing, and our own config may still ask to pack.
+        return original(_without_our_config(config), quantization_config, device_map, *args, **kwargs)
+    if quantization_config is not None and not hasattr(quantization_config, "run_compressed"):
+        # Another method: it quantises the dense checkpoint that this one stands for.
+        return original(_without_our_config(config), quantization_config, device_map, *args, **kwargs)
+    _warn_of_ignored_options(quantization_config)
+    sparsity = parsed.sparsity
+    if not _keeps_packed(getattr(quantization_config, "run_compressed", None), sparsity.run_compressed):
+        return original(_without_our_config(config), None, device_map, *args, **kwargs)
+    config = copy.copy(config)
+    sparsity.run_compressed = True
+    config.quantization_config = sparsity
+    quantizer = Sparse24HfQuantizer(sparsity, pre_quantized=True)
+    quantizer.validate_environment(device_map=device_map)
+    return quantizer, config, device_map
+
+
+def _keeps_packed(asked: bool | None, stored: bool | None) -> bool:
+    choice = asked if asked is not None else stored
+    if choice is not None:
+        return choice
+    reason = why_not_kept()
+    if reason:
+        logger.info(f"loading dense layers, because {reason}; pass quantization_config=Sparse24Config(run_compressed=True) to keep them packed")
+    return reason is None
+
+
+def _warn_of_ignored_options(quantization_config: Any) -> None:
+    if isinstance(quantization_config, SparsityConfig):
+        ignored = quantization_config.model_fields_set - {"run_compressed"}
+        if ignored:
+            warnings.warn(f"this checkpoint is packed already: {', '.join(sorted(ignored))} of the quantization_config is ignored", stacklevel=4)
+
+
+def _without_our_config(config: Any) -> Any:
+    """A copy of a model config without any trace of sparsity, in nested configs too."""
+    config = copy.deepcopy(config)
+    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    for part in (config, *nested):
+        for key in CONFIG_KEYS:
+            if part is not None and key in vars(part):
+                delattr(part, key)
+    return config
+
+
+def _check_folder(config: Any) -> None:
+    """Look at a local folder's headers before Transformers does: its errors name no file."""
+    folder = Path(str(getattr(config, "_name_or_path", "") or ""))
+    if (folder / CONFIG_NAME).is_file() and str(folder) != ".":
+        if (folder / WEIGHTS_NAME).exists() or (folder / INDEX_NAME).exists() or not any(folder.glob("*.safetensors")):
+            with open_checkpoint(folder):
+                pass
+
+
+# ---- the dense checkpoint that packed tensors stand for -----------------------------------------------------------------
+
+
+def _convert_and_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = inspect.signature(original).bind(*args, **kwargs)
+    model, tensors, load_config = (call.arguments[name] for name in ("model", "state_dict", "load_config"))
+    quantizer = load_config.hf_quantizer
+    ours = isinstance(quantizer, Sparse24HfQuantizer)
+    packed = find_packed(tensors, where=_describe_files(load_config), declared=ours and quantizer.pre_quantized)
+    if not packed:
+        return original(*call.args, **call.kwargs)
+    kept = quantizer.kept if ours else {}
+    if ours and not (set(kept) | set(quantizer.left_dense)) >= set(packed):
+        raise ValueError("a state dict cannot be kept packed: pass a folder or a repository, or run_compressed=False")
+    devices = set((load_config.device_map or {"": "cpu"}).values())
+    for weight in packed.values():
+        weight.device = torch.device(next(iter(devices))) if len(devices) == 1 and "disk" not in devices else None
+    call.arguments["state_dict"] = as_dense(tensors, packed, keep=kept)
+    loading_info, offload_index = original(*call.args, **call.kwargs)
+    _require_every_weight(model, loading_info, tensors)
+    return loading_info, offload_index
+
+
+def _describe_files(load_config: Any) -> Callable[[str], str]:
+    folder = str(load_config.pretrained_model_name_or_path or "state dict")
+    weight_map = (load_config.sharded_metadata or {}).get("weight_map", {})
+    return lambda name: f"{folder}/{weight_map[name]}" if name in weight_map else folder
+
+
+def _require_every_weight(model: Any, loading_info: Any, tensors: Mapping[str, Any]) -> None:
+    """Raise if the loader would make up weights.
+
+    A model of another class than the saved one may have a new head: modules of which the checkpoint holds nothing are
+    then left to Transformers, which initialises and reports them.
+    """
+    optional = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or []]
+    parameters = {name for name, _ in model.named_parameters()}
+    missing = [
+        name
+        for name in sorted(loading_info.missing_keys & parameters - tied_names(model))
+        if not any(pattern.search(name) for pattern in optional)
+    ]
+    if type(model).__name__ not in (getattr(model.config, "architectures", None) or []):
+        prefix = f"{model.base_model_prefix}."
+        missing = [name for name in missing if name.startswith(prefix)]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint holds no values for {len(missing)} parameters of {type(model).__name__}: "
+            f"{listed(dict.fromkeys(missing, 'neither dense nor packed'))}"
+        )
+
+
+def _log_state_dict_report(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = inspect.signature(original).bind(*args, **kwargs)
+    loading_info = call.arguments["loading_info"]
+    lost = {}
+    for name in sorted(loading_info.unexpected_keys):
+        base, _, suffix = name.rpartition(".")
+        if suffix in PART_SUFFIXES and {base, f"{base}.weight"} & set(loading_info.missing_keys):
+            lost[name] = "not read"
+    if lost:
+        raise CheckpointError(f"packed tensors were not read while the weights they hold are missing: {listed(lost)}")
+    return original(*call.args, **call.kwargs)

@@ -1,0 +1,355 @@
+"""The Transformers quantizer of models whose layers stay packed.
+
+Dense loading needs none of this: there, Transformers sees the dense checkpoint (load.py).  Two ways lead here:
+
+    packed checkpoint   `update_weight_conversions` puts packed layers where the files hold packed weights; the loader then
+                        fills parts as it fills any parameter
+    dense checkpoint    `PackOnLoad` runs on each finished weight, after renaming and merging, and swaps the layer; the dense
+                        form is freed at once
+"""
+
+import copy
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+
+from hf_sparse24.checkpoint import Checkpoint, PackedSlice, find_packed, name_of_part, open_file
+from hf_sparse24.compressors import COMPRESSORS, PackedTensorError, sparse24, sparse_bitmask
+from hf_sparse24.compressors.base import BaseSparsityCompressor
+from hf_sparse24.config import SparsityConfig, match_modules
+from hf_sparse24.errors import CheckpointError
+from hf_sparse24.linear import LAYERS, PackedLinear, Sparse24Linear
+
+logger = logging.get_logger(__name__)
+METHOD = SparsityConfig.quant_method
+# Names in a message before it says how many more there are.
+LISTED = 8
+
+
+class Sparse24HfQuantizer(HfQuantizer):
+    """Keeps layers packed.  `kept` maps each packed weight's name in the checkpoint to its module; `left_dense` says why others are not."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: SparsityConfig, **kwargs: Any):
+        super().__init__(quantization_config, **kwargs)
+        self.kept: dict[str, str] = {}
+        self.left_dense: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self._packed: dict[str, PackedSlice] = {}
+        self._targets: set[str] = set()
+        # Set while a model loads; a reference kept longer would make the model unpicklable.
+        self._model: PreTrainedModel | None = None
+
+    # ---- load ------------------------------------------------------------------------------------------------------------
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse to pack while layers are offloaded to disk."""
+        if not self.pre_quantized and isinstance(device_map, Mapping) and "disk" in device_map.values():
+            raise ValueError("a dense checkpoint cannot be packed while it is offloaded to disk: compress the folder first (hf-sparse24 compress DIR OUT)")
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any) -> PreTrainedModel:
+        self._model = model
+        if checkpoint_files and all(str(file).endswith(".safetensors") for file in checkpoint_files):
+            self._packed = packed_in_files(checkpoint_files, declared=self.pre_quantized)
+            # A packed checkpoint without a config, and a user who asks for packed layers.
+            self.pre_quantized = self.pre_quantized or bool(self._packed)
+        if not self.pre_quantized:
+            self._targets = set(packable_modules(model, self.quantization_config))
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel | None = None) -> list[Any]:
+        """Put packed layers into the model: here its final list of renamings and merges is known."""
+        model, self._model = model or self._model, None
+        if model is not None and self._packed:
+            self.kept, self.left_dense = place_packed_layers(model, self._packed, weight_conversions)
+            self._packed = {}
+        return weight_conversions
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether a weight of a dense checkpoint is to be packed."""
+        module = param_name.removesuffix(".weight")
+        return module in self._targets and module != param_name and type(model.get_submodule(module)) is nn.Linear
+
+    def get_quantize_ops(self) -> "PackOnLoad":
+        """The operation that packs one weight."""
+        return PackOnLoad(self)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        self._model, self._targets = None, set()
+        if self.refused:
+            raise ValueError(f"{len(self.refused)} targeted weights cannot be packed: {listed(self.refused)}; prune them, ignore them, or pass on_dense='skip'")
+        check_packed_layers(model)
+        mark_as_packed(model, self)
+        if self.left_dense:
+            logger.info(f"{len(self.left_dense)} packed or targeted weights were left dense: {listed(self.left_dense)}")
+        return model
+
+    # ---- afterwards --------------------------------------------------------------------------------------------------------
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The packed tensors in the order in which the save hook writes them: the same shards, the same bytes."""
+        state_dict = model.state_dict()
+        return {name: state_dict[name] for name in sorted(state_dict, key=dot_natural_key)}, {}
+
+    def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Make every packed layer a plain `nn.Linear`, in place; the model then saves dense."""
+        conversions = getattr(model, "_weight_conversions", None)
+        model = super().dequantize(model, dtype=dtype)
+        model._weight_conversions = conversions
+        model.__dict__.pop("num_parameters", None)
+        return model
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        for name, layer in packed_layers(model).items():
+            linear = layer.to_linear()
+            model.set_submodule(name, linear.to(dtype) if dtype is not None else linear)
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Packed layers are saved as they are."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters can be trained on packed layers."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """A packed layer is one operator."""
+        return True
+
+
+class PackOnLoad(ConversionOps):
+    """Packs one dense weight and puts the packed layer in its place.
+
+    An exception in here would end in Transformers' report, which names no layer: reasons are collected, and raised after loading.
+    """
+
+    def __init__(self, quantizer: Sparse24HfQuantizer):
+        self.quantizer = quantizer
+
+    def convert(
+        self, input_dict: dict[str, Any], *, model: PreTrainedModel, full_layer_name: str, missing_keys: set[str] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """{name: weight} -> {}, with the layer replaced; or unchanged where the weight stays dense."""
+        (weight,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
+        config, name = self.quantizer.quantization_config, full_layer_name.removesuffix(".weight")
+        linear = model.get_submodule(name)
+        try:
+            packed = LAYERS[config.format].from_parts(_compressor(config).compress_weight(weight), linear.bias)
+        except ValueError as error:
+            if config.on_dense == "skip" or weight.shape[-1] % 4:
+                self.quantizer.left_dense[full_layer_name] = str(error)
+                return {full_layer_name: weight}
+            self.quantizer.refused[full_layer_name] = str(error)
+        else:
+            self.quantizer.kept[full_layer_name] = name
+            model.set_submodule(name, packed)
+        if missing_keys is not None:
+            missing_keys.discard(full_layer_name)
+        return {}
+
+
+def packed_in_files(files: list[str], declared: bool) -> dict[str, PackedSlice]:
+    """The packed weights in some safetensors files; only headers and shapes are read.
+
+    Args:
+        files: Paths.
+        declared: See `find_packed`.
+    """
+    tensors, file_of, handles = {}, {}, []
+    for file in files:
+        handle = open_file(file)
+        handles.append(handle)
+        for name in handle.keys():
+            tensors[name], file_of[name] = handle.get_slice(name), str(file)
+    # Transformers builds models under `torch.device("meta")`, which would make `shape` unreadable.
+    with torch.device("cpu"):
+        packed = find_packed(tensors, where=lambda name: file_of.get(name, "checkpoint"), declared=declared)
+    for handle in handles:
+        handle.__exit__(None, None, None)
+    return packed
+
+
+def place_packed_layers(model: PreTrainedModel, packed: Mapping[str, PackedSlice], conversions: list[Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Replace the layers of an empty model whose weights are packed in the checkpoint.
+
+    Args:
+        model: On the meta device.
+        packed: Parameter name in the checkpoint -> packed weight.
+        conversions: The renamings and merges that the loader will apply.
+
+    Returns:
+        Parameter name in the checkpoint -> module name for those that stay packed, and -> reason for the others.
+
+    Raises:
+        CheckpointError: A renaming treats a weight and its parts differently.
+    """
+    rename = _renamer(model, conversions)
+    tied = tied_names(model)
+    kept, left_dense = {}, {}
+    for parameter, weight in packed.items():
+        target, merged = rename(parameter)
+        name = target.removesuffix(".weight")
+        reason = _why_dense(model, parameter, name, target, weight, merged, target in tied)
+        if reason:
+            left_dense[parameter] = reason
+            continue
+        part, part_merged = rename(name_of_part(parameter, "compressed"))
+        if part != f"{name}.compressed" or part_merged:
+            raise CheckpointError(f"Transformers loads {parameter} as {target}, but its part as {part}: open this checkpoint with run_compressed=False")
+        kept[parameter] = name
+        _replace(model, name, weight)
+    return kept, left_dense
+
+
+def _why_dense(model: PreTrainedModel, parameter: str, name: str, target: str, weight: PackedSlice, merged: bool, tied: bool) -> str | None:
+    if merged:
+        return "the loader merges or changes this tensor"
+    if name == target or not parameter.endswith(".weight"):
+        return "not the weight of a module"
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        return f"the model has no module {name}"
+    if type(module) is not nn.Linear:
+        return f"{name} is a {type(module).__name__}, not a Linear"
+    if tied:
+        return "tied to another parameter"
+    if tuple(module.weight.shape) != weight.shape:
+        return f"the model expects shape {tuple(module.weight.shape)}"
+    return None
+
+
+def _replace(model: PreTrainedModel, name: str, weight: PackedSlice) -> None:
+    linear = model.get_submodule(name)
+    (num_values,) = {torch.Size(weight.parts["compressed"].get_shape()).numel()}
+    layer = LAYERS[weight.compressor.format](
+        linear.in_features, linear.out_features, linear.bias is not None, num_values=num_values, dtype=linear.weight.dtype, device="meta"
+    )
+    model.set_submodule(name, layer)
+
+
+def _renamer(model: PreTrainedModel, conversions: list[Any]) -> Any:
+    """Checkpoint name -> (name in the model, whether an operation merges or changes the tensor), as the loader will do it."""
+    # Renamings remember what they matched; the loader's own must not be touched.
+    conversions = copy.deepcopy(conversions)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    expected = model.state_dict()
+
+    def rename(name: str) -> tuple[str, bool]:
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+        return target, pattern is not None
+
+    return rename
+
+
+def checkpoint_names(model: PreTrainedModel, parameters: list[str], checkpoint: Checkpoint | None = None) -> dict[str, tuple[str, bool]]:
+    """Name in a checkpoint -> (parameter of the model, whether it is merged or changed on the way)."""
+    rename = _renamer(model, get_model_conversion_mapping(model))
+    return {name: rename(name) for name in parameters}
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Parameters that share their values with another one: by declaration, or because they are the same object."""
+    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = set(declared) | set(declared.values())
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            tied |= {name, seen[id(parameter)]}
+        seen[id(parameter)] = name
+    return tied
+
+
+def packable_modules(model: nn.Module, config: SparsityConfig) -> list[str]:
+    """Modules that a config selects and that own an untied 2-D weight.
+
+    Raises:
+        ValueError: A target matches no module.
+    """
+    modules = dict(model.named_modules())
+    tied = tied_names(model)
+    selected = match_modules({name: type(module) for name, module in modules.items()}, config)
+    return [name for name in selected if f"{name}.weight" not in tied and getattr(getattr(modules[name], "weight", None), "ndim", 0) == 2]
+
+
+def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
+    """Every packed layer by its name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+
+
+def check_packed_layers(model: nn.Module) -> None:
+    """Check the values that were loaded into packed layers.
+
+    Raises:
+        CheckpointError: A bitmask or a shape is damaged; names the layer.
+    """
+    for name, layer in packed_layers(model).items():
+        if layer.bitmask.device.type == "meta":  # offloaded to disk
+            continue
+        try:
+            shape = tuple(int(size) for size in layer.shape.flatten())
+            if shape != (layer.out_features, layer.in_features):
+                raise PackedTensorError(f"shape holds {shape}, the layer is {(layer.out_features, layer.in_features)}")
+            if isinstance(layer, Sparse24Linear):
+                sparse24.check_bitmask(layer.bitmask, layer.in_features, layer.compressed.numel())
+            else:
+                sparse_bitmask.check_bitmask(layer.bitmask, layer.in_features, layer.compressed.numel(), layer.row_offsets)
+        except PackedTensorError as error:
+            raise CheckpointError(f"packed layer {name}: {error}") from None
+
+
+def mark_as_packed(model: PreTrainedModel, quantizer: Sparse24HfQuantizer) -> None:
+    """Make a model with packed layers one that Transformers treats as quantised by us."""
+    for layer in packed_layers(model).values():
+        for part in layer.compressor.parts:
+            if part != "shape":
+                getattr(layer, part).requires_grad_(False)
+    model.hf_quantizer = quantizer
+    model.config.quantization_config = quantizer.quantization_config
+    model.is_quantized = True
+    model.quantization_method = METHOD
+    # Counts of what the checkpoint stands for, in its index file, too.  A partial survives deepcopy and pickle.
+    model.num_parameters = functools.partial(_num_parameters, model)
+
+
+def _num_parameters(model: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """`PreTrainedModel.num_parameters`, with packed layers counted as the dense ones they stand for."""
+    count = type(model).num_parameters(model, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+    if only_trainable:
+        return count
+    for layer in packed_layers(model).values():
+        stored = sum(getattr(layer, part).numel() for part in layer.compressor.parts if part != "shape")
+        count += layer.out_features * layer.in_features - stored
+    return count
+
+
+def listed(reasons: Mapping[str, str]) -> str:
+    """`name: reason; ...`, cut after LISTED."""
+    shown = [f"{name}: {reason}" for name, reason in list(reasons.items())[:LISTED]]
+    return "; ".join(shown) + (f"; and {len(reasons) - LISTED} more" if len(reasons) > LISTED else "")
+
+
+def warn_left_dense(left_dense: Mapping[str, str]) -> None:
+    """One warning with the targeted weights that are stored dense."""
+    if left_dense:
+        warnings.warn(f"{len(left_dense)} targeted weights are stored dense: {listed(left_dense)}", stacklevel=3)
+
+
+def _compressor(config: SparsityConfig) -> BaseSparsityCompressor:
+    compressor = COMPRESSORS[config.format]
+    assert isinstance(compressor, BaseSparsityCompressor)
+    return compressor

@@ -1,0 +1,375 @@
+"""Around `save_pretrained` and `push_to_hub`: with `sparsity_config=`, targeted weights are written as parts.
+
+What is written is the checkpoint that Transformers would write (original names, tied weights once, experts apart), in which
+some weights are packed.  Transformers itself writes config, generation config and custom code, from a shallow view of the
+model with its own config: the user's model is never changed.  Weights are read, packed and written one shard at a time.
+
+Without the keyword the untouched original runs.  HF_SPARSE24_NO_PATCH=1 leaves both methods alone; `save_pretrained` below
+does the same as a function.
+"""
+
+import copy
+import functools
+import inspect
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
+from transformers.integrations.accelerate import load_offloaded_parameter
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import logging
+
+from hf_sparse24 import hub
+from hf_sparse24.checkpoint import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, name_of_part, read_json, write_json
+from hf_sparse24.compressors import COMPRESSORS, BaseSparsityCompressor
+from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config, match_modules, unused_ignores
+from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, listed, packed_layers, tied_names, warn_left_dense
+from hf_sparse24.pattern import is_nonzero, structure
+from hf_sparse24.staging import staged
+
+logger = logging.get_logger(__name__)
+OPT_OUT = "HF_SPARSE24_NO_PATCH"
+AUTO = "auto"
+# "auto" packs a weight without a pattern only where that saves at least this share of its bytes.
+MIN_SAVING = 0.1
+
+
+def install() -> None:
+    """Wrap the two methods of `PreTrainedModel`; a second call changes nothing."""
+    if os.environ.get(OPT_OUT, "").lower() in ("1", "true", "yes"):
+        return
+    for name, wrapper in (("save_pretrained", _save_pretrained), ("push_to_hub", _push_to_hub)):
+        original = getattr(PreTrainedModel, name)
+        if not hasattr(original, "_sparse24_original"):
+            wrapped = _as_method(wrapper, original)
+            wrapped._sparse24_original = original
+            setattr(PreTrainedModel, name, wrapped)
+
+
+def uninstall() -> None:
+    """Put the original methods back."""
+    for name in ("save_pretrained", "push_to_hub"):
+        setattr(PreTrainedModel, name, _original(name))
+
+
+def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, sparsity_config: Any, **kwargs: Any) -> None:
+    """Save a model with packed weights: `model.save_pretrained(save_directory, sparsity_config=...)` as a function.
+
+    Args:
+        model: Dense, or with packed layers.
+        save_directory: Folder, made if missing.
+        sparsity_config: A config, a dict of its fields, or "auto": pack each weight that is 2:4 or has enough zeros.
+        kwargs: Those of `PreTrainedModel.save_pretrained`.
+
+    Raises:
+        ValueError: A targeted weight does not fit the format, a target matches nothing, or the model cannot be packed (quantised
+            by another method, sharded over processes, a PEFT adapter); nothing was written.
+    """
+    call = inspect.signature(_original("save_pretrained")).bind(model, save_directory, **kwargs)
+    call.apply_defaults()
+    arguments = dict(call.arguments)
+    extra = arguments.pop("kwargs", {})
+    _refuse(model, arguments)
+    config, weights = plan_weights(model, sparsity_config, arguments["state_dict"], arguments.get("save_original_format", True))
+    push = {"commit_message", "commit_description", "repo_id", "create_pr", "private", "revision", "tags", "token"}
+    if unknown := set(extra) - push:
+        raise TypeError(f"save_pretrained() got unexpected keyword arguments {sorted(unknown)}")
+    arguments.pop("self"), arguments.pop("save_directory"), arguments.pop("state_dict")
+    push_to_hub, is_main_process = arguments.pop("push_to_hub"), arguments["is_main_process"]
+    max_shard_size, variant = arguments.pop("max_shard_size"), arguments["variant"]
+    if not is_main_process:
+        return
+    with staged(save_directory, variant) as stage:
+        _original("save_pretrained")(_view(model, config), stage, state_dict={}, push_to_hub=False, **arguments)
+        _write_shards(weights, stage, max_shard_size, variant, model.num_parameters())
+    if push_to_hub:
+        repo_id = extra.pop("repo_id", Path(save_directory).name)
+        hub.push_folder(save_directory, repo_id, token=arguments["token"], **extra)
+
+
+def _as_method(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
+
+    return method
+
+
+def _original(name: str) -> Callable[..., Any]:
+    method = getattr(PreTrainedModel, name)
+    return getattr(method, "_sparse24_original", method)
+
+
+def _save_pretrained(original: Callable[..., Any], model: PreTrainedModel, *args: Any, sparsity_config: Any = None, **kwargs: Any) -> Any:
+    kept = isinstance(getattr(model, "hf_quantizer", None), Sparse24HfQuantizer)
+    pushed = kwargs.get("push_to_hub") or inspect.signature(original).bind(model, *args, **kwargs).arguments.get("push_to_hub")
+    if sparsity_config is None and not (kept and pushed):
+        return original(model, *args, **kwargs)
+    if sparsity_config is None:
+        sparsity_config = model.hf_quantizer.quantization_config
+    arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    arguments.pop("self")
+    kwargs = arguments.pop("kwargs", {})
+    return save_pretrained(model, arguments.pop("save_directory"), sparsity_config, **arguments, **kwargs)
+
+
+def _push_to_hub(original: Callable[..., Any], model: PreTrainedModel, *args: Any, sparsity_config: Any = None, **kwargs: Any) -> Any:
+    if sparsity_config is None and not isinstance(getattr(model, "hf_quantizer", None), Sparse24HfQuantizer):
+        return original(model, *args, **kwargs)
+    if sparsity_config is None:
+        sparsity_config = model.hf_quantizer.quantization_config
+    repo_id = kwargs.pop("repo_id", None) or args[0]
+    saving = {key: kwargs.pop(key) for key in ("max_shard_size", "variant") if key in kwargs}
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(model, folder, sparsity_config, **saving)
+        return hub.push_folder(folder, repo_id, **kwargs)
+
+
+def _refuse(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not isinstance(quantizer, Sparse24HfQuantizer):
+        method = quantizer.quantization_config.quant_method
+        raise ValueError(f"this model is quantised with {getattr(method, 'value', method)}: dequantize it before it can be stored sparse")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError("this model carries a PEFT adapter, of which save_pretrained stores nothing else: merge or delete it first")
+    if arguments.get("distributed_checkpoint"):
+        raise ValueError("distributed_checkpoint=True cannot be combined with sparsity_config: save dense, then compress the folder")
+    if os.path.isfile(arguments["save_directory"]):
+        raise ValueError(f"{arguments['save_directory']} is a file, expected a folder")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError("this model is sharded over several processes: save it dense, then run hf-sparse24 compress on the folder")
+
+
+def _view(model: PreTrainedModel, config: SparsityConfig) -> PreTrainedModel:
+    """The model with a config of its own, as Transformers saves it: without weights."""
+    view = object.__new__(type(model))
+    view.__dict__.update(model.__dict__)
+    own_config = copy.deepcopy(model.config)
+    own_config.quantization_config = config
+    view.__dict__.update(config=own_config, hf_quantizer=None, _weight_conversions=[])
+    return view
+
+
+# ---- which weights are written how ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Weight:
+    """One tensor of the checkpoint to be: its header, and how to read it when its turn comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+class Packing:
+    """A weight that is packed when its first part is asked for, and forgotten when its last part was."""
+
+    def __init__(self, compressor: BaseSparsityCompressor, read: Callable[[], Tensor]):
+        self.compressor, self.read = compressor, read
+        self.parts: dict[str, Tensor] = {}
+
+    def part(self, name: str) -> Tensor:
+        """The part with this suffix."""
+        if not self.parts:
+            self.parts = self.compressor.compress_weight(self.read())
+        return self.parts.pop(name)
+
+
+def plan_weights(
+    model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str, Tensor] | None = None, original_names: bool = True
+) -> tuple[SparsityConfig, dict[str, Weight]]:
+    """Decide how every tensor of a model is stored, and check that the targeted ones fit.
+
+    Args:
+        model: Dense, or with packed layers.
+        sparsity_config: A config, a dict of its fields, a format name, or "auto".
+        state_dict: Instead of `model.state_dict()`.
+        original_names: Undo Transformers' renamings and merges, as `save_pretrained` does by default.
+
+    Returns:
+        The config to store, and every tensor by its name in the checkpoint, in the order in which shards are filled.
+
+    Raises:
+        ValueError: A targeted weight does not fit (the message says which, how many groups, and where the first is), or
+            targets match nothing.
+    """
+    config = Sparse24Config(on_dense="skip") if sparsity_config == AUTO else as_config(sparsity_config)
+    if isinstance(config, DenseSparsityConfig):
+        raise ValueError("the format dense packs nothing: call save_pretrained without sparsity_config")
+    weights, stored_name = _stored_tensors(model, state_dict, original_names)
+    modules = {name: type(module) for name, module in model.named_modules()}
+    aliases = {name: stored_name[f"{name}.weight"].removesuffix(".weight") for name in modules if f"{name}.weight" in stored_name}
+    selected = match_modules(modules, config, aliases)
+    kept = packed_layers(model)
+    _check_kept(kept, config, sparsity_config)
+    formats, left_dense, refused = _choose_formats(model, [name for name in selected if name not in kept], weights, stored_name, config, sparsity_config)
+    if refused:
+        raise ValueError(
+            f"{len(refused)} targeted weights are not {config.structure}, nothing was written: {listed(refused)}; "
+            "prune them, add them to ignore, or pass on_dense='skip'"
+        )
+    if not formats and not kept:
+        raise ValueError(f"no weight can be stored sparse: {listed(left_dense) or 'no targeted module has a 2-D weight of its own'}")
+    planned, left_out = _replace_by_parts(weights, formats)
+    warn_left_dense({} if sparsity_config == AUTO else left_dense)
+    if ignored := unused_ignores(modules, config, aliases):
+        warn_left_dense({}), logger.warning(f"entries of ignore that match no module: {ignored}")
+    left_out += sum(layer.out_features * layer.in_features - layer.compressed.numel() for layer in kept.values())
+    return _config_to_store(config, formats, kept, sparsity_config, left_out / max(1, model.num_parameters())), planned
+
+
+def _stored_tensors(model: PreTrainedModel, state_dict: Mapping[str, Tensor] | None, original_names: bool) -> tuple[dict[str, Weight], dict[str, str]]:
+    """Every tensor of the dense checkpoint by its name there, and the names of those that are only renamed."""
+    source = dict(state_dict if state_dict is not None else model.state_dict())
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        source.pop(name, None)
+    source = remove_tied_weights_from_state_dict(source, model)
+    source = {name: source[name] for name in sorted(source, key=dot_natural_key)}
+    # The names first, with empty tensors: what an operation merges or splits is then known, and read once, below.
+    empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in source.items()}
+    renamed = revert_weight_conversion(model, dict(empty)) if original_names else empty
+    origin = {id(tensor): name for name, tensor in empty.items()}
+    stored_name = {origin[id(tensor)]: name for name, tensor in renamed.items() if id(tensor) in origin}
+    changed = [name for name in source if name not in stored_name]
+    operated = revert_weight_conversion(model, {name: _read(model, name, source[name]) for name in changed}) if changed else {}
+    source_of = {stored: name for name, stored in stored_name.items()}
+    weights = {}
+    for stored, tensor in renamed.items():
+        name = source_of.get(stored)
+        value = source[name] if name is not None else operated[stored]
+        read = functools.partial(_read, model, name, value)
+        weights[stored] = Weight(tensor.dtype, tuple(tensor.shape), read)
+    return weights, stored_name
+
+
+def _read(model: PreTrainedModel, name: str | None, tensor: Tensor) -> Tensor:
+    """The values of a tensor, those of an offloaded one included."""
+    return load_offloaded_parameter(model, name) if tensor.device.type == "meta" else tensor
+
+
+def _check_kept(kept: Mapping[str, Any], config: SparsityConfig, sparsity_config: Any) -> None:
+    other = sorted({layer.compressor.format for layer in kept.values()} - {config.format})
+    if other and sparsity_config != AUTO:
+        raise ValueError(f"this model has layers packed as {other[0]}, not {config.format}: call model.dequantize() first")
+
+
+def _choose_formats(
+    model: PreTrainedModel, selected: list[str], weights: Mapping[str, Weight], stored_name: Mapping[str, str], config: SparsityConfig, asked: Any
+) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Stored name -> format, and -> reason for the weights that stay dense, and for those that are refused."""
+    formats, left_dense, refused = {}, {}, {}
+    tied = tied_names(model)
+    for module in selected:
+        name = f"{module}.weight"
+        weight = weights.get(stored_name.get(name, ""))
+        reason = _why_unfit(name, weight, name in tied, config)
+        if reason is None and weight is not None:
+            stored = stored_name[name]
+            values = weight.read()
+            if asked == AUTO:
+                formats[stored], reason = _detect(values)
+            else:
+                formats[stored], reason = config.format, _compressor(config.format).why_not(values)
+            if reason is None:
+                continue
+            del formats[stored]
+            if config.on_dense == "raise":
+                refused[module] = reason
+                continue
+        if reason and reason != NO_WEIGHT:
+            left_dense[module] = reason
+    return formats, left_dense, refused
+
+
+NO_WEIGHT = "no weight of its own"
+
+
+def _why_unfit(name: str, weight: Weight | None, tied: bool, config: SparsityConfig) -> str | None:
+    if tied:
+        return "tied to another parameter"
+    if weight is None:
+        return NO_WEIGHT
+    if len(weight.shape) != 2 or not torch.Size(weight.shape).numel():
+        return f"shape {weight.shape} is not that of a 2-D weight with elements"
+    if isinstance(config, Sparse24Config) and weight.shape[1] % 4:
+        return f"in_features {weight.shape[1]} is not a multiple of 4"
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
+        return f"dtype {weight.dtype} cannot be stored sparse"
+    return None
+
+
+def _detect(values: Tensor) -> tuple[str, str | None]:
+    """The format that fits a weight, and why none does."""
+    found = structure(values)
+    if found.kind in ("2:4", "1:4"):
+        return Sparse24Config.format, None
+    stored = (found.elements - found.zeros) * values.element_size() + found.elements / 8
+    saving = 1 - stored / (found.elements * values.element_size())
+    if saving >= MIN_SAVING:
+        return SparseBitmaskConfig.format, None
+    return "", f"{found.kind}, {found.reason}"
+
+
+def _compressor(name: str) -> BaseSparsityCompressor:
+    compressor = COMPRESSORS[name]
+    assert isinstance(compressor, BaseSparsityCompressor)
+    return compressor
+
+
+def _replace_by_parts(weights: Mapping[str, Weight], formats: Mapping[str, str]) -> tuple[dict[str, Weight], int]:
+    """The tensors with parts in the place of packed weights, and how many values are left out."""
+    planned, left_out = {}, 0
+    for name, weight in weights.items():
+        if name not in formats:
+            planned[name] = weight
+            continue
+        compressor = _compressor(formats[name])
+        elements = torch.Size(weight.shape).numel()
+        num_values = elements // 2 if formats[name] == Sparse24Config.format else int(is_nonzero(weight.read()).sum())
+        left_out += elements - num_values
+        packing = Packing(compressor, weight.read)
+        for part, (dtype, shape) in compressor.part_specs(weight.shape, weight.dtype, num_values).items():
+            planned[name_of_part(name, part)] = Weight(dtype, shape, functools.partial(packing.part, part))
+    return {name: planned[name] for name in sorted(planned, key=dot_natural_key)}, left_out
+
+
+def _config_to_store(config: SparsityConfig, formats: Mapping[str, str], kept: Mapping[str, Any], asked: Any, sparsity: float) -> SparsityConfig:
+    if asked == AUTO:
+        used = set(formats.values()) | {layer.compressor.format for layer in kept.values()}
+        names = [name.removesuffix(".weight") for name in formats] + list(kept)
+        config_class = Sparse24Config if Sparse24Config.format in used else SparseBitmaskConfig
+        config = config_class(targets=sorted(names, key=dot_natural_key), ignore=[])
+    stored = config.model_copy(deep=True)
+    stored.global_sparsity, stored.run_compressed = round(sparsity, 6), None
+    return stored
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------------
+
+
+def _write_shards(weights: Mapping[str, Weight], folder: Path, max_shard_size: int | str, variant: str | None, num_parameters: int) -> None:
+    """Write every tensor; one shard is in memory at a time."""
+    suffix = f".{variant}" if variant else ""
+    pattern = WEIGHTS_NAME.replace(".safetensors", f"{suffix}{{suffix}}.safetensors")
+    headers = {name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()}
+    split = split_torch_state_dict_into_shards(headers, filename_pattern=pattern, max_shard_size=max_shard_size)
+    for file, names in logging.tqdm(split.filename_to_tensors.items(), desc="Writing model shards"):
+        shard = {name: weights[name].read().detach().cpu().contiguous() for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        del shard
+    if split.is_sharded:
+        index = {"metadata": {"total_parameters": num_parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
+        write_json(folder / (f"{INDEX_NAME.removesuffix('.json')}{suffix}.json"), index)
+    config = read_json(folder / CONFIG_NAME)
+    assert "quantization_config" in config

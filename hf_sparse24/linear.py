@@ -1,0 +1,179 @@
+"""Linear layers that hold their weight packed.
+
+    y = x W^T + b,  W stored as parts (compressors/), multiplied by one operator (kernels/ops.py)
+
+The parts are the module's parameters, under the names that the checkpoint uses: loading, moving, sharding and saving need
+no conversion.  `weight` answers like the parameter of an `nn.Linear` and is unpacked when its values are asked for.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_sparse24.compressors import COMPRESSORS, BaseSparsityCompressor, Sparse24Compressor, SparseBitmaskCompressor
+from hf_sparse24.kernels import ops
+
+
+class PackedWeight(Tensor):
+    """A packed weight as a read-only tensor: dtype, shape and device are known, values are unpacked on use.
+
+    Writing to it would be lost, so it is refused: PEFT's `merge_and_unload` does `layer.weight.data += delta`.
+    """
+
+    layer: "PackedLinear"
+
+    @staticmethod
+    def __new__(cls, layer: "PackedLinear") -> "PackedWeight":
+        size = (layer.out_features, layer.in_features)
+        view = Tensor._make_wrapper_subclass(cls, size, dtype=layer.compressed.dtype, device=layer.compressed.device)
+        view.layer = layer
+        return view
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func._schema.is_mutable:
+            raise RuntimeError(_READ_ONLY.format(what=f"{func._schema.name} on"))
+        unpack = torch.utils._pytree.tree_map_only(PackedWeight, lambda view: view.layer.unpack(), (args, kwargs or {}))
+        return func(*unpack[0], **unpack[1])
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The view itself; assigning is refused."""
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(_READ_ONLY.format(what="assigning to"))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, {self.layer.compressor.format})"
+
+
+_READ_ONLY = (
+    "{what} the weight of a packed layer would be lost: call model.dequantize() (or layer.to_linear()) first, change the dense "
+    "weight, and pack it again"
+)
+
+
+class PackedLinear(nn.Linear):
+    """`nn.Linear` whose weight is stored in one of the sparse formats; use a subclass.
+
+    Subclasses nn.Linear because tensor-parallel styles, PEFT and module walkers test for it; it has no dense parameter.
+
+    Args:
+        in_features: Columns of the weight.
+        out_features: Rows of the weight.
+        bias: Whether there is a bias.
+        num_values: How many values are stored.
+        dtype: Of weight and bias.
+        device: Of all tensors.
+    """
+
+    compressor: ClassVar[BaseSparsityCompressor]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        num_values: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        nn.Module.__init__(self)  # nn.Linear's would allocate the dense weight
+        self.in_features, self.out_features = in_features, out_features
+        specs = self.compressor.part_specs((out_features, in_features), dtype or torch.get_default_dtype(), num_values)
+        for part in self.compressor.parts:
+            empty = torch.empty(specs[part][1], dtype=specs[part][0], device=device)
+            if part == "shape":
+                # A buffer: tensor parallelism and FSDP shard parameters.
+                self.register_buffer("shape", empty)
+            else:
+                self.register_parameter(part, nn.Parameter(empty, requires_grad=False))
+        bias_value = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self.register_parameter("bias", bias_value)
+        # Transformers initialises what it thinks is missing: never this layer.
+        self._is_hf_initialized = True
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> "PackedLinear":
+        """Pack a layer.
+
+        Args:
+            linear: Its weight must fit the format; it is not changed, the bias is shared.
+
+        Raises:
+            ValueError: The weight does not fit; names the first offending group.
+        """
+        return cls.from_parts(cls.compressor.compress_weight(linear.weight), linear.bias)
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], bias: Tensor | None = None) -> "PackedLinear":
+        """A layer around packed tensors, which are taken as they are and not copied.
+
+        Args:
+            parts: What `compressor.compress_weight` returns.
+            bias: (out_features,) or None.
+        """
+        out_features, in_features = (int(size) for size in parts["shape"].flatten())
+        values = parts["compressed"]
+        layer = cls(in_features, out_features, bias is not None, num_values=values.numel(), dtype=values.dtype, device="meta")
+        for part, value in parts.items():
+            if part == "shape":
+                layer.shape = value
+            else:
+                setattr(layer, part, nn.Parameter(value, requires_grad=False))
+        if bias is not None:
+            layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        return layer
+
+    def to_linear(self) -> nn.Linear:
+        """The plain layer with the unpacked weight; the bias is shared.
+
+        Raises:
+            PackedTensorError: The packed tensors disagree with each other.
+        """
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=self.compressed.dtype)
+        linear.weight = nn.Parameter(self.compressor.decompress_weight(self.parts()), requires_grad=self.compressed.is_floating_point())
+        linear.bias = self.bias
+        return linear.train(self.training)
+
+    def parts(self) -> dict[str, Tensor]:
+        """The stored tensors by suffix; no copies."""
+        return {part: getattr(self, part).detach() for part in self.compressor.parts}
+
+    def unpack(self) -> Tensor:
+        """The dense weight (out_features, in_features), made anew for every call."""
+        return ops.unpack(self.compressed, self.bitmask, self.in_features)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight as a read-only tensor."""
+        return PackedWeight(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features)."""
+        return ops.linear(x, self.compressed, self.bitmask, self.bias, self.in_features)
+
+    def extra_repr(self) -> str:
+        """Sizes and format."""
+        return f"{super().extra_repr()}, format={self.compressor.format}, num_values={self.compressed.numel()}"
+
+
+class Sparse24Linear(PackedLinear):
+    """A linear layer whose weight keeps two of every four values; 9/16 of the bytes of bfloat16."""
+
+    compressor: ClassVar[BaseSparsityCompressor] = Sparse24Compressor()
+
+
+class SparseBitmaskLinear(PackedLinear):
+    """A linear layer whose weight has zeros anywhere."""
+
+    compressor: ClassVar[BaseSparsityCompressor] = SparseBitmaskCompressor()
+
+
+LAYERS: dict[str, type[PackedLinear]] = {layer.compressor.format: layer for layer in (Sparse24Linear, SparseBitmaskLinear)}
+assert set(LAYERS) < set(COMPRESSORS)

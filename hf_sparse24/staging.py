@@ -1,0 +1,54 @@
+"""Writing a checkpoint folder so that an interrupted write cannot be mistaken for a complete one.
+
+Files are written into a subfolder of the target, then moved: `config.json` of the target goes first, and comes last.  Until
+the moving starts the old checkpoint is intact; while it lasts the folder has no config, so nothing opens it.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_sparse24.checkpoint import CONFIG_NAME
+
+STAGE_PREFIX = ".hf-sparse24-incomplete-"
+# Weights and index of one checkpoint, with the optional variant that Transformers puts before "safetensors" or the number.
+WEIGHT_FILES = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(\.[\w-]+)?\.json")
+
+
+@contextmanager
+def staged(folder: str | Path, variant: str | None = None) -> Iterator[Path]:
+    """A folder to write into; what is in it takes the place of the target's files when the block ends without an error.
+
+    Args:
+        folder: Made if missing.  Its other files stay, weights of an earlier save with the same variant go.
+        variant: Transformers' name of a second set of weights in the same folder.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
+    try:
+        yield stage
+        _commit(stage, folder, variant)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _commit(stage: Path, folder: Path, variant: str | None) -> None:
+    new = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
+    for path in stage.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as opened:
+                os.fsync(opened.fileno())
+    if Path(CONFIG_NAME) in new:
+        (folder / CONFIG_NAME).unlink(missing_ok=True)
+    for old in folder.iterdir():
+        match = WEIGHT_FILES.fullmatch(old.name)
+        if match and (match[1] or match[3] or "") == (f".{variant}" if variant else "") and Path(old.name) not in new:
+            old.unlink()
+    for name in sorted(new, key=lambda name: name == Path(CONFIG_NAME)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(stage / name, folder / name)
