@@ -8,6 +8,7 @@ from hf_sparse24.errors import CheckpointError
 from hf_sparse24.integration import load as _load
 from hf_sparse24.integration import save as _save
 from hf_sparse24.linear import Sparse24Linear, SparseBitmaskLinear
+from hf_sparse24.model_compressor import ModelCompressor
 
 _load.install()
 _save.install()
@@ -16,6 +17,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "CheckpointError",
     "DenseSparsityConfig",
+    "ModelCompressor",
     "Sparse24Config",
     "Sparse24Linear",
     "SparseBitmaskConfig",

@@ -12,7 +12,7 @@ What is packed is decided by the tensors' names, never by `config.json` (docs/fo
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +124,22 @@ class PackedSlice:
         except PackedTensorError as error:
             raise self._error(str(error)) from None
 
+    def check_values(self) -> None:
+        """Read the bitmask, but not the values, and check it.
+
+        Raises:
+            CheckpointError: It does not keep as many values as are stored, or sets padding bits.
+        """
+        try:
+            self.compressor.check_values({part: value[...] for part, value in self.parts.items() if part != "compressed"}, self.shape, self.num_values)
+        except PackedTensorError as error:
+            raise self._error(str(error)) from None
+
+    @property
+    def num_values(self) -> int:
+        """How many values are stored."""
+        return torch.Size(self.parts["compressed"].get_shape()).numel()
+
     @property
     def stored_bytes(self) -> int:
         """Bytes of all parts in the file."""
@@ -225,15 +241,20 @@ class Checkpoint(AbstractContextManager):
     config: dict[str, Any]
     shards: dict[str, list[str]] = field(default_factory=dict)
     tensors: dict[str, Slice] = field(default_factory=dict)
+    _shard_of: dict[str, str] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.__exit__(None, None, None)
 
+    def shard_of(self, name: str) -> str | None:
+        """Name of the file that holds a tensor."""
+        return self._shard_of.get(name)
+
     def file_of(self, name: str) -> str:
-        """Path of the file that holds a tensor."""
-        return next((str(self.path / file) for file, names in self.shards.items() if name in names), str(self.path))
+        """Path of the file that holds a tensor; the folder for a tensor that none holds."""
+        return str(self.path / self._shard_of.get(name, ""))
 
     @property
     def is_sharded(self) -> bool:
@@ -265,8 +286,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             if name in checkpoint.tensors:
                 raise CheckpointError(f"{path / file}: tensor {name} is also in {checkpoint.file_of(name)}")
             checkpoint.tensors[name] = handle.get_slice(name)
+            checkpoint._shard_of[name] = file
     for name, file in index.items():
-        if name not in checkpoint.shards[file]:
+        if checkpoint.shard_of(name) != file:
             raise CheckpointError(f"{path / INDEX_NAME}: says that {name} is in {file}, which does not hold it")
     return checkpoint
 
@@ -350,9 +372,3 @@ def _spec(value: Slice) -> tuple[torch.dtype, tuple[int, ...]]:
     # A dtype that torch does not have cannot be the right one either: report it as one that no part may have.
     return DTYPES.get(value.get_dtype(), torch.complex128), tuple(value.get_shape())
 
-
-def iterate_pieces(names: Iterable[str], tensors: Mapping[str, Slice | Tensor | PackedSlice]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) one after the other; each is read, or unpacked, when its turn comes."""
-    for name in names:
-        value = tensors[name]
-        yield name, value if isinstance(value, Tensor) else value[...]

@@ -26,6 +26,8 @@ FORMAT_VERSION = "0.12.2"
 LEGACY_METHOD = "compressed-tensors"
 # `quant_method` of checkpoints whose `sparsity_config` is ours to read.  "sparse24" is our name inside Transformers.
 OUR_METHODS = (LEGACY_METHOD, "sparse24", "sparseml", "sparsity", None)
+# Where `config.json` may say that a checkpoint is sparse.
+CONFIG_KEYS = ("quantization_config", "compression_config", "sparsity_config")
 LEGACY_KEYS = ("format", "sparsity_structure", "global_sparsity", "registry_requires_subclass", "targets", "ignore")
 # Longest text of a hostile value that an error repeats.
 SHOWN = 60
@@ -226,6 +228,12 @@ def _find_block(config: Mapping[str, Any]) -> dict[str, Any] | None:
         if nested is not None:
             return nested
     return None
+
+
+def without_sparsity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` without any spelling of our block, in nested configs too."""
+    kept = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
+    return {key: without_sparsity(value) if isinstance(value, Mapping) and "model_type" in value else value for key, value in kept.items()}
 
 
 def _is_quantized(top: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hf_sparse24.compressors import COMPRESSORS, BaseSparsityCompressor, Sparse24Compressor, SparseBitmaskCompressor
 from hf_sparse24.kernels import ops
@@ -29,14 +30,20 @@ class PackedWeight(Tensor):
         size = (layer.out_features, layer.in_features)
         view = Tensor._make_wrapper_subclass(cls, size, dtype=layer.compressed.dtype, device=layer.compressed.device)
         view.layer = layer
+        view._is_hf_initialized = True  # Transformers' initialisers pass over such tensors
         return view
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func._schema.is_mutable:
-            raise RuntimeError(_READ_ONLY.format(what=f"{func._schema.name} on"))
-        unpack = torch.utils._pytree.tree_map_only(PackedWeight, lambda view: view.layer.unpack(), (args, kwargs or {}))
-        return func(*unpack[0], **unpack[1])
+        kwargs = kwargs or {}
+        for argument, value in (*zip(func._schema.arguments, args, strict=False), *_named(func._schema.arguments, kwargs)):
+            if isinstance(value, PackedWeight) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise RuntimeError(_READ_ONLY.format(what=f"{func._schema.name} on"))
+        args, kwargs = tree_map_only(PackedWeight, lambda view: view.layer.unpack(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise RuntimeError(_READ_ONLY.format(what="assigning to elements of"))
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -55,6 +62,10 @@ _READ_ONLY = (
     "{what} the weight of a packed layer would be lost: call model.dequantize() (or layer.to_linear()) first, change the dense "
     "weight, and pack it again"
 )
+
+
+def _named(arguments: Any, kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    return [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
 
 
 class PackedLinear(nn.Linear):

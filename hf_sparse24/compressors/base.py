@@ -52,6 +52,10 @@ class BaseSparsityCompressor(BaseCompressor):
     def part_specs(self, shape: tuple[int, ...], dtype: torch.dtype, num_values: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each part of a weight with `num_values` stored values, without making them."""
 
+    @abstractmethod
+    def check_values(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], num_values: int) -> None:
+        """Check the bitmask (and what else is stored beside the values) against the number of values; raises PackedTensorError."""
+
     def check_parts(self, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], shape: tuple[int, ...]) -> None:
         """Compare dtypes and shapes of stored parts with what a weight of `shape` needs.
 

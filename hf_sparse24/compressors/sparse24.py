@@ -123,7 +123,7 @@ class Sparse24Compressor(BaseSparsityCompressor):
         compressed, bitmask = parts["compressed"].detach().contiguous(), parts["bitmask"].detach().contiguous()
         if compressed.device.type == "meta":
             return torch.empty(shape, dtype=compressed.dtype, device="meta")
-        check_bitmask(bitmask, shape[1], compressed.numel())
+        self.check_values({"bitmask": bitmask}, shape, compressed.numel())
         if shape[1] % 4 == 0 and compressed.device.type == "cpu" and compressed.element_size() < 4:
             return _unpack_on_cpu(compressed, bitmask, shape)
         dense = torch.zeros(shape, dtype=compressed.dtype, device=compressed.device)
@@ -132,36 +132,36 @@ class Sparse24Compressor(BaseSparsityCompressor):
         dense.view(word)[unpack_bits(bitmask, shape[1])] = compressed.view(word).flatten()
         return dense
 
+    def check_values(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], num_values: int) -> None:
+        """Check that the bitmask keeps exactly two of every group of four and sets no padding bit.
+
+        Args:
+            parts: bitmask, (rows, ceil(columns / 8)), uint8.
+            shape: Of the dense weight.  in_features not a multiple of 4: groups straddle rows, only the total is checked.
+            num_values: How many values are stored.
+
+        Raises:
+            PackedTensorError: Names the first bad row and byte, or both counts.
+        """
+        bitmask, columns = parts["bitmask"], shape[-1]
+        if not pad_bits_are_zero(bitmask, columns):
+            raise PackedTensorError(f"bitmask sets bits beyond column {columns - 1}")
+        if columns % 4:
+            kept = int(unpack_bits(bitmask, columns).sum())
+            if kept != num_values:
+                raise PackedTensorError(f"bitmask keeps {kept} values, but {num_values} are stored")
+            return
+        bad = _bytes_without_two_bits_per_nibble(bitmask)
+        if columns % 8 and bitmask.numel():
+            bad[:, -1] = _bytes_without_two_bits_per_nibble(bitmask[:, -1] | 0x30)
+        if bool(bad.any()):
+            row, byte = (int(index) for index in bad.nonzero()[0])
+            raise PackedTensorError(
+                f"bitmask does not keep exactly two of each group of four: row {row}, byte {byte} is 0x{int(bitmask[row, byte]):02x}"
+            )
+
     def _specs_for(self, weight: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return self.part_specs(tuple(weight.shape), weight.dtype)
-
-
-def check_bitmask(bitmask: Tensor, columns: int, num_values: int) -> None:
-    """Check that a 2:4 bitmask keeps exactly two of every group of four and sets no padding bit.
-
-    Args:
-        bitmask: (rows, ceil(columns / 8)), uint8.
-        columns: in_features of the weight.  Not a multiple of 4: groups straddle rows, only the total is checked.
-        num_values: How many values are stored.
-
-    Raises:
-        PackedTensorError: Names the first bad row and byte, or both counts.
-    """
-    if not pad_bits_are_zero(bitmask, columns):
-        raise PackedTensorError(f"bitmask sets bits beyond column {columns - 1}")
-    if columns % 4:
-        kept = int(unpack_bits(bitmask, columns).sum())
-        if kept != num_values:
-            raise PackedTensorError(f"bitmask keeps {kept} values, but {num_values} are stored")
-        return
-    bad = _bytes_without_two_bits_per_nibble(bitmask)
-    if columns % 8 and bitmask.numel():
-        bad[:, -1] = _bytes_without_two_bits_per_nibble(bitmask[:, -1] | 0x30)
-    if bool(bad.any()):
-        row, byte = (int(index) for index in bad.nonzero()[0])
-        raise PackedTensorError(
-            f"bitmask does not keep exactly two of each group of four: row {row}, byte {byte} is 0x{int(bitmask[row, byte]):02x}"
-        )
 
 
 def _bytes_without_two_bits_per_nibble(bitmask: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class SparseBitmaskCompressor(BaseSparsityCompressor):
         shape = shape_of(parts["shape"])
         self.check_parts(specs_of(parts), shape)
         compressed, bitmask = parts["compressed"].detach().contiguous(), parts["bitmask"].detach().contiguous()
-        check_bitmask(bitmask, shape[-1], compressed.numel(), parts["row_offsets"])
+        self.check_values(parts, shape, compressed.numel())
         if compressed.device.type == "cpu":
             return _unpack_on_cpu(compressed, bitmask, parts["row_offsets"], shape)
         dense = torch.zeros(shape, dtype=compressed.dtype, device=compressed.device)
@@ -113,30 +113,29 @@ class SparseBitmaskCompressor(BaseSparsityCompressor):
         dense.view(word)[unpack_bits(bitmask, shape[-1])] = compressed.view(word)
         return dense
 
+    def check_values(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], num_values: int) -> None:
+        """Check that the bitmask has as many bits as there are values, row by row.
 
-def check_bitmask(bitmask: Tensor, columns: int, num_values: int, row_offsets: Tensor) -> None:
-    """Check that a bitmask has as many bits as there are values, row by row.
+        Args:
+            parts: bitmask, (..., ceil(columns / 8)), uint8, and row_offsets, (...,), int64.
+            shape: Of the dense weight.
+            num_values: How many values are stored.
 
-    Args:
-        bitmask: (..., ceil(columns / 8)), uint8.
-        columns: Length of the packed axis.
-        num_values: How many values are stored.
-        row_offsets: (...,), int64.
-
-    Raises:
-        PackedTensorError: Names both numbers.
-    """
-    if not pad_bits_are_zero(bitmask, columns):
-        raise PackedTensorError(f"bitmask sets bits beyond column {columns - 1}")
-    per_row = _count_bits(bitmask).sum(-1, dtype=torch.int64).flatten()
-    kept = int(per_row.sum())
-    if kept != num_values:
-        raise PackedTensorError(f"bitmask keeps {kept} values, but {num_values} are stored")
-    expected = per_row.cumsum(0) - per_row
-    wrong = (row_offsets.flatten().to(expected.device) != expected).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
-        raise PackedTensorError(f"row_offsets[{row}] is {int(row_offsets.flatten()[row])}, but the bitmask puts row {row} at {int(expected[row])}")
+        Raises:
+            PackedTensorError: Names both numbers.
+        """
+        bitmask, row_offsets = parts["bitmask"], parts["row_offsets"].flatten()
+        if not pad_bits_are_zero(bitmask, shape[-1]):
+            raise PackedTensorError(f"bitmask sets bits beyond column {shape[-1] - 1}")
+        per_row = _count_bits(bitmask).sum(-1, dtype=torch.int64).flatten()
+        kept = int(per_row.sum())
+        if kept != num_values:
+            raise PackedTensorError(f"bitmask keeps {kept} values, but {num_values} are stored")
+        expected = per_row.cumsum(0) - per_row
+        wrong = (row_offsets.to(expected.device) != expected).nonzero()
+        if len(wrong):
+            row = int(wrong[0])
+            raise PackedTensorError(f"row_offsets[{row}] is {int(row_offsets[row])}, but the bitmask puts row {row} at {int(expected[row])}")
 
 
 def _count_bits(bitmask: Tensor) -> Tensor:

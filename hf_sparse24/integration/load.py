@@ -22,13 +22,12 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.utils import logging
 
 from hf_sparse24.checkpoint import CONFIG_NAME, INDEX_NAME, PART_SUFFIXES, WEIGHTS_NAME, as_dense, find_packed, open_checkpoint
-from hf_sparse24.config import DenseSparsityConfig, SparsityConfig, parse_config
+from hf_sparse24.config import CONFIG_KEYS, DenseSparsityConfig, SparsityConfig, parse_config
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer, listed, tied_names
 from hf_sparse24.kernels.dispatch import why_not_kept
 
 logger = logging.get_logger(__name__)
-CONFIG_KEYS = ("quantization_config", "compression_config", "sparsity_config")
 
 
 def install() -> None:

@@ -22,12 +22,12 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from hf_sparse24.checkpoint import Checkpoint, PackedSlice, find_packed, name_of_part, open_file
-from hf_sparse24.compressors import COMPRESSORS, PackedTensorError, sparse24, sparse_bitmask
+from hf_sparse24.checkpoint import PackedSlice, find_packed, name_of_part, open_file
+from hf_sparse24.compressors import COMPRESSORS, PackedTensorError
 from hf_sparse24.compressors.base import BaseSparsityCompressor
 from hf_sparse24.config import SparsityConfig, match_modules
 from hf_sparse24.errors import CheckpointError
-from hf_sparse24.linear import LAYERS, PackedLinear, Sparse24Linear
+from hf_sparse24.linear import LAYERS, PackedLinear
 
 logger = logging.get_logger(__name__)
 METHOD = SparsityConfig.quant_method
@@ -102,17 +102,15 @@ class Sparse24HfQuantizer(HfQuantizer):
         return {name: state_dict[name] for name in sorted(state_dict, key=dot_natural_key)}, {}
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """Make every packed layer a plain `nn.Linear`, in place; the model then saves dense."""
+        """Make every packed layer a plain `nn.Linear`, in place; the model then saves dense.  `dtype` casts those layers only."""
         conversions = getattr(model, "_weight_conversions", None)
-        model = super().dequantize(model, dtype=dtype)
-        model._weight_conversions = conversions
-        model.__dict__.pop("num_parameters", None)
-        return model
-
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         for name, layer in packed_layers(model).items():
             linear = layer.to_linear()
             model.set_submodule(name, linear.to(dtype) if dtype is not None else linear)
+        self.remove_quantization_config(model)
+        # Newer versions delete the renamings of the load, which a later save has to undo.
+        model._weight_conversions = conversions
+        model.__dict__.pop("num_parameters", None)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -234,9 +232,8 @@ def _why_dense(model: PreTrainedModel, parameter: str, name: str, target: str, w
 
 def _replace(model: PreTrainedModel, name: str, weight: PackedSlice) -> None:
     linear = model.get_submodule(name)
-    (num_values,) = {torch.Size(weight.parts["compressed"].get_shape()).numel()}
     layer = LAYERS[weight.compressor.format](
-        linear.in_features, linear.out_features, linear.bias is not None, num_values=num_values, dtype=linear.weight.dtype, device="meta"
+        linear.in_features, linear.out_features, linear.bias is not None, num_values=weight.num_values, dtype=linear.weight.dtype, device="meta"
     )
     model.set_submodule(name, layer)
 
@@ -256,7 +253,7 @@ def _renamer(model: PreTrainedModel, conversions: list[Any]) -> Any:
     return rename
 
 
-def checkpoint_names(model: PreTrainedModel, parameters: list[str], checkpoint: Checkpoint | None = None) -> dict[str, tuple[str, bool]]:
+def checkpoint_names(model: PreTrainedModel, parameters: list[str]) -> dict[str, tuple[str, bool]]:
     """Name in a checkpoint -> (parameter of the model, whether it is merged or changed on the way)."""
     rename = _renamer(model, get_model_conversion_mapping(model))
     return {name: rename(name) for name in parameters}
@@ -304,10 +301,7 @@ def check_packed_layers(model: nn.Module) -> None:
             shape = tuple(int(size) for size in layer.shape.flatten())
             if shape != (layer.out_features, layer.in_features):
                 raise PackedTensorError(f"shape holds {shape}, the layer is {(layer.out_features, layer.in_features)}")
-            if isinstance(layer, Sparse24Linear):
-                sparse24.check_bitmask(layer.bitmask, layer.in_features, layer.compressed.numel())
-            else:
-                sparse_bitmask.check_bitmask(layer.bitmask, layer.in_features, layer.compressed.numel(), layer.row_offsets)
+            layer.compressor.check_values(layer.parts(), shape, layer.compressed.numel())
         except PackedTensorError as error:
             raise CheckpointError(f"packed layer {name}: {error}") from None
 

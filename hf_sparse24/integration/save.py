@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,11 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from hf_sparse24 import hub
-from hf_sparse24.checkpoint import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, name_of_part, read_json, write_json
+from hf_sparse24.checkpoint import INDEX_NAME, WEIGHTS_NAME, name_of_part, write_json
 from hf_sparse24.compressors import COMPRESSORS, BaseSparsityCompressor
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config, match_modules, unused_ignores
-from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, listed, packed_layers, tied_names, warn_left_dense
+from hf_sparse24.integration.quantizer import LISTED, Sparse24HfQuantizer, listed, packed_layers, tied_names, warn_left_dense
+from hf_sparse24.linear import PackedLinear
 from hf_sparse24.pattern import is_nonzero, structure
 from hf_sparse24.staging import staged
 
@@ -150,12 +152,13 @@ def _refuse(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
         raise ValueError("this model is sharded over several processes: save it dense, then run hf-sparse24 compress on the folder")
 
 
-def _view(model: PreTrainedModel, config: SparsityConfig) -> PreTrainedModel:
+def _view(model: PreTrainedModel, config: SparsityConfig | None) -> PreTrainedModel:
     """The model with a config of its own, as Transformers saves it: without weights."""
     view = object.__new__(type(model))
     view.__dict__.update(model.__dict__)
     own_config = copy.deepcopy(model.config)
-    own_config.quantization_config = config
+    if config is not None:
+        own_config.quantization_config = config
     view.__dict__.update(config=own_config, hf_quantizer=None, _weight_conversions=[])
     return view
 
@@ -188,7 +191,7 @@ class Packing:
 
 def plan_weights(
     model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str, Tensor] | None = None, original_names: bool = True
-) -> tuple[SparsityConfig, dict[str, Weight]]:
+) -> tuple[SparsityConfig | None, dict[str, Weight]]:
     """Decide how every tensor of a model is stored, and check that the targeted ones fit.
 
     Args:
@@ -198,39 +201,84 @@ def plan_weights(
         original_names: Undo Transformers' renamings and merges, as `save_pretrained` does by default.
 
     Returns:
-        The config to store, and every tensor by its name in the checkpoint, in the order in which shards are filled.
+        The config to store (None if on_dense="skip" left every weight dense), and every tensor by its name in the checkpoint, in the order in which shards are filled.
 
     Raises:
         ValueError: A targeted weight does not fit (the message says which, how many groups, and where the first is), or
             targets match nothing.
     """
-    config = Sparse24Config(on_dense="skip") if sparsity_config == AUTO else as_config(sparsity_config)
+    plan = _plan(model, sparsity_config, state_dict, original_names)
+    planned, left_out = _replace_by_parts(plan.weights, plan.formats)
+    planned = {name: planned[name] for name in _order(model, plan, planned, original_names)}
+    left_out += sum(layer.out_features * layer.in_features - layer.compressed.numel() for layer in plan.kept.values())
+    if not plan.formats and not plan.kept:
+        return None, planned
+    return _config_to_store(plan, left_out / max(1, model.num_parameters())), planned
+
+
+def choose_weights(model: PreTrainedModel, sparsity_config: Any) -> dict[str, str]:
+    """The modules whose weights are packed, and in which format; every one of them was checked.
+
+    Args:
+        model: Dense, or with packed layers, which are not among the result.
+        sparsity_config: As for `plan_weights`.
+
+    Raises:
+        ValueError: As for `plan_weights`.
+    """
+    plan = _plan(model, sparsity_config, None, original_names=False)
+    return {name.removesuffix(".weight"): format for name, format in plan.formats.items()}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Tensors by stored name, the format of those that are packed, and layers that are packed already by module name.
+
+    `headers` holds every tensor in the model's naming, empty; `stored_name` the new name of those that are only renamed.
+    """
+
+    config: SparsityConfig
+    weights: dict[str, Weight]
+    formats: dict[str, str]
+    kept: dict[str, PackedLinear]
+    detected: bool
+    headers: dict[str, Tensor]
+    stored_name: dict[str, str]
+
+
+def _plan(model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str, Tensor] | None, original_names: bool) -> _Plan:
+    detect = sparsity_config == AUTO
+    config = Sparse24Config(on_dense="skip") if detect else as_config(sparsity_config)
     if isinstance(config, DenseSparsityConfig):
         raise ValueError("the format dense packs nothing: call save_pretrained without sparsity_config")
-    weights, stored_name = _stored_tensors(model, state_dict, original_names)
+    kept = packed_layers(model)
+    other = sorted({layer.compressor.format for layer in kept.values()} - {config.format})
+    if other and not detect:
+        raise ValueError(f"this model has layers packed as {other[0]}, not {config.format}: call model.dequantize() first")
+    weights, headers, stored_name = _stored_tensors(model, state_dict, original_names)
     modules = {name: type(module) for name, module in model.named_modules()}
     aliases = {name: stored_name[f"{name}.weight"].removesuffix(".weight") for name in modules if f"{name}.weight" in stored_name}
-    selected = match_modules(modules, config, aliases)
-    kept = packed_layers(model)
-    _check_kept(kept, config, sparsity_config)
-    formats, left_dense, refused = _choose_formats(model, [name for name in selected if name not in kept], weights, stored_name, config, sparsity_config)
+    selected = [name for name in match_modules(modules, config, aliases) if name not in kept]
+    formats, left_dense, refused = _choose_formats(model, selected, weights, stored_name, config, detect)
     if refused:
         raise ValueError(
             f"{len(refused)} targeted weights are not {config.structure}, nothing was written: {listed(refused)}; "
             "prune them, add them to ignore, or pass on_dense='skip'"
         )
-    if not formats and not kept:
+    left_dense |= _transposed(model, config)
+    if not formats and not kept and (detect or config.on_dense == "raise"):
         raise ValueError(f"no weight can be stored sparse: {listed(left_dense) or 'no targeted module has a 2-D weight of its own'}")
-    planned, left_out = _replace_by_parts(weights, formats)
-    warn_left_dense({} if sparsity_config == AUTO else left_dense)
-    if ignored := unused_ignores(modules, config, aliases):
-        warn_left_dense({}), logger.warning(f"entries of ignore that match no module: {ignored}")
-    left_out += sum(layer.out_features * layer.in_features - layer.compressed.numel() for layer in kept.values())
-    return _config_to_store(config, formats, kept, sparsity_config, left_out / max(1, model.num_parameters())), planned
+    if not detect:
+        warn_left_dense(left_dense)
+    if unused := unused_ignores(modules, config, aliases):
+        warnings.warn(f"entries of ignore that match no module: {', '.join(unused)}", stacklevel=4)
+    return _Plan(config, weights, formats, kept, detect, headers, stored_name)
 
 
-def _stored_tensors(model: PreTrainedModel, state_dict: Mapping[str, Tensor] | None, original_names: bool) -> tuple[dict[str, Weight], dict[str, str]]:
-    """Every tensor of the dense checkpoint by its name there, and the names of those that are only renamed."""
+def _stored_tensors(
+    model: PreTrainedModel, state_dict: Mapping[str, Tensor] | None, original_names: bool
+) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, str]]:
+    """Every tensor of the dense checkpoint by its name there; empty tensors by their names in the model; names there of the renamed."""
     source = dict(state_dict if state_dict is not None else model.state_dict())
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         source.pop(name, None)
@@ -250,7 +298,7 @@ def _stored_tensors(model: PreTrainedModel, state_dict: Mapping[str, Tensor] | N
         value = source[name] if name is not None else operated[stored]
         read = functools.partial(_read, model, name, value)
         weights[stored] = Weight(tensor.dtype, tuple(tensor.shape), read)
-    return weights, stored_name
+    return weights, empty, stored_name
 
 
 def _read(model: PreTrainedModel, name: str | None, tensor: Tensor) -> Tensor:
@@ -258,14 +306,8 @@ def _read(model: PreTrainedModel, name: str | None, tensor: Tensor) -> Tensor:
     return load_offloaded_parameter(model, name) if tensor.device.type == "meta" else tensor
 
 
-def _check_kept(kept: Mapping[str, Any], config: SparsityConfig, sparsity_config: Any) -> None:
-    other = sorted({layer.compressor.format for layer in kept.values()} - {config.format})
-    if other and sparsity_config != AUTO:
-        raise ValueError(f"this model has layers packed as {other[0]}, not {config.format}: call model.dequantize() first")
-
-
 def _choose_formats(
-    model: PreTrainedModel, selected: list[str], weights: Mapping[str, Weight], stored_name: Mapping[str, str], config: SparsityConfig, asked: Any
+    model: PreTrainedModel, selected: list[str], weights: Mapping[str, Weight], stored_name: Mapping[str, str], config: SparsityConfig, detect: bool
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Stored name -> format, and -> reason for the weights that stay dense, and for those that are refused."""
     formats, left_dense, refused = {}, {}, {}
@@ -277,7 +319,7 @@ def _choose_formats(
         if reason is None and weight is not None:
             stored = stored_name[name]
             values = weight.read()
-            if asked == AUTO:
+            if detect:
                 formats[stored], reason = _detect(values)
             else:
                 formats[stored], reason = config.format, _compressor(config.format).why_not(values)
@@ -293,6 +335,14 @@ def _choose_formats(
 
 
 NO_WEIGHT = "no weight of its own"
+
+
+def _transposed(model: PreTrainedModel, config: SparsityConfig) -> dict[str, str]:
+    """GPT-2's Conv1D layers, which a user who targets Linear may expect to be packed."""
+    if "Linear" not in config.targets:
+        return {}
+    reason = "a Conv1D, which holds its weight transposed"
+    return {name: reason for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
 
 
 def _why_unfit(name: str, weight: Weight | None, tied: bool, config: SparsityConfig) -> str | None:
@@ -341,13 +391,31 @@ def _replace_by_parts(weights: Mapping[str, Weight], formats: Mapping[str, str])
         packing = Packing(compressor, weight.read)
         for part, (dtype, shape) in compressor.part_specs(weight.shape, weight.dtype, num_values).items():
             planned[name_of_part(name, part)] = Weight(dtype, shape, functools.partial(packing.part, part))
-    return {name: planned[name] for name in sorted(planned, key=dot_natural_key)}, left_out
+    return planned, left_out
 
 
-def _config_to_store(config: SparsityConfig, formats: Mapping[str, str], kept: Mapping[str, Any], asked: Any, sparsity: float) -> SparsityConfig:
-    if asked == AUTO:
-        used = set(formats.values()) | {layer.compressor.format for layer in kept.values()}
-        names = [name.removesuffix(".weight") for name in formats] + list(kept)
+def _order(model: PreTrainedModel, plan: _Plan, planned: Mapping[str, Weight], original_names: bool) -> list[str]:
+    """Stored names in the order in which Transformers writes a model with packed layers: shards are then the same.
+
+    Raises:
+        ValueError: Transformers renames a weight and its parts differently, so that they could not be loaded again.
+    """
+    headers: dict[str, Tensor] = {}
+    for name, header in plan.headers.items():
+        format = plan.formats.get(plan.stored_name.get(name, ""))
+        headers |= dict.fromkeys((name_of_part(name, part) for part in COMPRESSORS[format].parts), header) if format else {name: header}
+    headers = {name: headers[name] for name in sorted(headers, key=dot_natural_key)}
+    order = list(revert_weight_conversion(model, headers) if original_names else headers)
+    if lost := set(planned) ^ set(order):
+        raise ValueError(f"Transformers stores weights and their parts under different names: {sorted(lost)[:LISTED]}; add them to ignore")
+    return order
+
+
+def _config_to_store(plan: _Plan, sparsity: float) -> SparsityConfig:
+    config = plan.config
+    if plan.detected:
+        used = set(plan.formats.values()) | {layer.compressor.format for layer in plan.kept.values()}
+        names = [name.removesuffix(".weight") for name in plan.formats] + list(plan.kept)
         config_class = Sparse24Config if Sparse24Config.format in used else SparseBitmaskConfig
         config = config_class(targets=sorted(names, key=dot_natural_key), ignore=[])
     stored = config.model_copy(deep=True)
@@ -371,5 +439,3 @@ def _write_shards(weights: Mapping[str, Weight], folder: Path, max_shard_size: i
     if split.is_sharded:
         index = {"metadata": {"total_parameters": num_parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
         write_json(folder / (f"{INDEX_NAME.removesuffix('.json')}{suffix}.json"), index)
-    config = read_json(folder / CONFIG_NAME)
-    assert "quantization_config" in config
