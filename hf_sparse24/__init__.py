@@ -9,6 +9,7 @@ from hf_sparse24.integration import load as _load
 from hf_sparse24.integration import save as _save
 from hf_sparse24.linear import Sparse24Linear, SparseBitmaskLinear
 from hf_sparse24.model_compressor import ModelCompressor
+from hf_sparse24.pruning import PruneReport, prune
 
 _load.install()
 _save.install()
@@ -18,10 +19,12 @@ __all__ = [
     "CheckpointError",
     "DenseSparsityConfig",
     "ModelCompressor",
+    "PruneReport",
     "Sparse24Config",
     "Sparse24Linear",
     "SparseBitmaskConfig",
     "SparseBitmaskLinear",
     "SparsityConfig",
     "__version__",
+    "prune",
 ]

@@ -173,6 +173,11 @@ class Weight:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    in_memory: Tensor | None = None
+
+    def header(self) -> Tensor:
+        """A tensor of the same dtype and shape: itself if it is in memory, else an empty one."""
+        return self.in_memory if self.in_memory is not None else torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 class Packing:
@@ -297,7 +302,7 @@ def _stored_tensors(
         name = source_of.get(stored)
         value = source[name] if name is not None else operated[stored]
         read = functools.partial(_read, model, name, value)
-        weights[stored] = Weight(tensor.dtype, tuple(tensor.shape), read)
+        weights[stored] = Weight(tensor.dtype, tuple(tensor.shape), read, value)
     return weights, empty, stored_name
 
 
@@ -430,7 +435,8 @@ def _write_shards(weights: Mapping[str, Weight], folder: Path, max_shard_size: i
     """Write every tensor; one shard is in memory at a time."""
     suffix = f".{variant}" if variant else ""
     pattern = WEIGHTS_NAME.replace(".safetensors", f"{suffix}{{suffix}}.safetensors")
-    headers = {name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()}
+    # Tensors that share storage (the experts of a layer, split) go into one file, as they do without us.
+    headers = {name: weight.header() for name, weight in weights.items()}
     split = split_torch_state_dict_into_shards(headers, filename_pattern=pattern, max_shard_size=max_shard_size)
     for file, names in logging.tqdm(split.filename_to_tensors.items(), desc="Writing model shards"):
         shard = {name: weights[name].read().detach().cpu().contiguous() for name in names}
