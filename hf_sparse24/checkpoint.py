@@ -22,7 +22,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_sparse24.compressors import COMPRESSORS, BaseSparsityCompressor, PackedTensorError, Sparse24Compressor, SparseBitmaskCompressor
+from hf_sparse24.compressors import (
+    SPARSITY_COMPRESSORS,
+    BaseSparsityCompressor,
+    PackedTensorError,
+    Sparse24Compressor,
+    SparseBitmaskCompressor,
+)
 from hf_sparse24.compressors.base import shape_of
 from hf_sparse24.errors import CheckpointError
 
@@ -41,8 +47,12 @@ DTYPES = {
 class Slice(Protocol):
     """A tensor in an open safetensors file: its header is known, indexing reads it."""
 
-    def get_shape(self) -> list[int]: ...
-    def get_dtype(self) -> str: ...
+    def get_shape(self) -> list[int]:
+        """Sizes of the axes."""
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the dtype."""
+
     def __getitem__(self, index: Any) -> Tensor: ...
 
 
@@ -99,9 +109,8 @@ class PackedSlice:
 
     def __getitem__(self, index: Any) -> Tensor:
         index = index if isinstance(index, tuple) else (index,)
-        rows = index[0] if index else ...
-        if self._is_cut(rows):
-            return self._unpack(rows)[(slice(None), *index[1:])]
+        if index and self._is_cut(index[0]):
+            return self._unpack(index[0])[(slice(None), *index[1:])]
         dense = self._unpack(slice(None))
         return dense if index == (...,) else dense[index]
 
@@ -131,7 +140,9 @@ class PackedSlice:
             CheckpointError: It does not keep as many values as are stored, or sets padding bits.
         """
         try:
-            self.compressor.check_values({part: value[...] for part, value in self.parts.items() if part != "compressed"}, self.shape, self.num_values)
+            self.compressor.check_values(
+                {part: value[...] for part, value in self.parts.items() if part != "compressed"}, self.shape, self.num_values
+            )
         except PackedTensorError as error:
             raise self._error(str(error)) from None
 
@@ -199,9 +210,8 @@ def find_packed(
         if parameter in tensors:
             raise CheckpointError(f"{where(parameter)}: {parameter} is stored both dense and packed")
         if f"{base}.weight_scale" in tensors:
-            raise CheckpointError(
-                f"{where(f'{base}.bitmask')}: {parameter} is quantised and packed; this version of hf-sparse24 reads weights that are not quantised"
-            )
+            file = where(f"{base}.bitmask")
+            raise CheckpointError(f"{file}: {parameter} is quantised and packed; this version reads sparse weights that are not quantised")
         packed[parameter] = PackedSlice(parameter, parts, where(f"{base}.bitmask"))
     return packed
 
@@ -363,12 +373,9 @@ def _why_unreadable(file: Path, error: Exception) -> str:
 
 def _compressor_of(parts: Mapping[str, Slice]) -> BaseSparsityCompressor:
     name = SparseBitmaskCompressor.format if "row_offsets" in parts else Sparse24Compressor.format
-    compressor = COMPRESSORS[name]
-    assert isinstance(compressor, BaseSparsityCompressor)
-    return compressor
+    return SPARSITY_COMPRESSORS[name]
 
 
 def _spec(value: Slice) -> tuple[torch.dtype, tuple[int, ...]]:
     # A dtype that torch does not have cannot be the right one either: report it as one that no part may have.
     return DTYPES.get(value.get_dtype(), torch.complex128), tuple(value.get_shape())
-

@@ -123,15 +123,14 @@ class SparsityConfig(BaseModel, QuantizationConfigMixin):
 
 
 class Sparse24Config(SparsityConfig):
-    """Weights with at most two non-zeros in every group of four, stored as `sparse-24-bitmask`."""
+    """Weights with at most two non-zeros in every group of four, stored as `sparse-24-bitmask`; the fields are `SparsityConfig`'s."""
 
-    __doc__ = f"{__doc__}\n{SparsityConfig.__doc__.partition('.')[2].partition(chr(10))[2]}"
     format: ClassVar[str] = "sparse-24-bitmask"
     structure: ClassVar[str | None] = "2:4"
 
 
 class SparseBitmaskConfig(SparsityConfig):
-    """Weights with zeros anywhere, stored as `sparse-bitmask`."""
+    """Weights with zeros anywhere, stored as `sparse-bitmask`; the fields are `SparsityConfig`'s."""
 
     format: ClassVar[str] = "sparse-bitmask"
     structure: ClassVar[str | None] = "unstructured"
@@ -162,7 +161,9 @@ def as_config(value: "SparsityConfig | Mapping[str, Any] | str") -> SparsityConf
     if isinstance(value, str):
         value = {"format": value}
     if not isinstance(value, Mapping):
-        raise TypeError(f"sparsity_config must be a Sparse24Config, another sparsity config, a dict or a format name, got {type(value).__name__}")
+        raise TypeError(
+            f"sparsity_config must be a Sparse24Config, another sparsity config, a dict or a format name, got {type(value).__name__}"
+        )
     fields = dict(value)
     name = fields.pop("format", Sparse24Config.format)
     if name not in CONFIGS:
@@ -216,7 +217,11 @@ def _find_block(config: Mapping[str, Any]) -> dict[str, Any] | None:
         block = config.get(key)
         if isinstance(block, Mapping) and block:
             # 0.4 to 0.6 nested a second `quantization_config` beside `sparsity_config`.
-            return {**block, **(block.get("quantization_config") or {})} if isinstance(block.get("quantization_config"), Mapping) else dict(block)
+            return (
+                {**block, **(block.get("quantization_config") or {})}
+                if isinstance(block.get("quantization_config"), Mapping)
+                else dict(block)
+            )
         if block is not None and not isinstance(block, Mapping):
             if hasattr(block, "to_dict"):
                 return block.to_dict()
@@ -251,7 +256,9 @@ def _refuse_marlin(top: Mapping[str, Any]) -> None:
     group_formats = [g.get("format") for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, Mapping) else []
     named = [top.get("format"), *group_formats, top.get("checkpoint_format"), top.get("quant_method")]
     if any(isinstance(name, str) and name in ("marlin-24", "marlin_24", "gptq_marlin_24") for name in named):
-        raise CheckpointError("this checkpoint is in the format marlin-24 (4- or 8-bit 2:4), which this version of hf-sparse24 does not read yet")
+        raise CheckpointError(
+            "this checkpoint is in the format marlin-24 (4- or 8-bit 2:4), which this version of hf-sparse24 does not read yet"
+        )
 
 
 def _parse_block(block: Any, top: Mapping[str, Any]) -> SparsityConfig:
@@ -292,49 +299,3 @@ def _check_structure(structure: Any) -> None:
 def _shown(value: Any, length: int = SHOWN) -> str:
     text = value if isinstance(value, str) and length != SHOWN else repr(value)
     return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
-
-
-def match_modules(names_and_classes: Mapping[str, type], config: SparsityConfig, aliases: Mapping[str, str] | None = None) -> list[str]:
-    """The modules that a config selects, in the order given.
-
-    Args:
-        names_and_classes: Module name -> class, of every module of the model.
-        config: Whose targets and ignore are applied; ignore wins.
-        aliases: Second names of modules (those in the checkpoint, where Transformers renames), matched like the first.
-
-    Raises:
-        ValueError: A target that selects no module.
-    """
-    aliases = aliases or {}
-    for target in config.targets:
-        if not any(_matches(target, name, cls, aliases.get(name)) for name, cls in names_and_classes.items()):
-            raise ValueError(f"target {target!r} matches no module of the model; use a class name, a full module name, or 're:PATTERN'")
-    return [
-        name
-        for name, cls in names_and_classes.items()
-        if any(_matches(target, name, cls, aliases.get(name)) for target in config.targets)
-        and not any(_ignores(entry, name, cls, aliases.get(name)) for entry in config.ignore)
-    ]
-
-
-def unused_ignores(names_and_classes: Mapping[str, type], config: SparsityConfig, aliases: Mapping[str, str] | None = None) -> list[str]:
-    """Entries of `ignore` that match no module; the default entry is not counted."""
-    aliases = aliases or {}
-    default = SparsityConfig.model_fields["ignore"].get_default(call_default_factory=True)
-    return [
-        entry
-        for entry in config.ignore
-        if entry not in default and not any(_ignores(entry, name, cls, aliases.get(name)) for name, cls in names_and_classes.items())
-    ]
-
-
-def _matches(entry: str, name: str, cls: type, alias: str | None) -> bool:
-    names = (name,) if alias is None else (name, alias)
-    if entry.startswith("re:"):
-        return any(re.match(entry.removeprefix("re:"), n) for n in names)
-    return entry in names or any(base.__name__ == entry for base in cls.__mro__)
-
-
-def _ignores(entry: str, name: str, cls: type, alias: str | None) -> bool:
-    names = (name,) if alias is None else (name, alias)
-    return _matches(entry, name, cls, alias) or any(n.startswith(f"{entry.rstrip('.')}.") for n in names)

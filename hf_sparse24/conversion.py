@@ -25,10 +25,11 @@ from hf_sparse24.checkpoint import (
     read_json,
     write_json,
 )
-from hf_sparse24.compressors import COMPRESSORS
-from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparsityConfig, match_modules, parse_config, without_sparsity
+from hf_sparse24.compressors import SPARSITY_COMPRESSORS
+from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparsityConfig, parse_config, without_sparsity
 from hf_sparse24.errors import CheckpointError
-from hf_sparse24.integration.quantizer import checkpoint_names, listed, tied_names, warn_left_dense
+from hf_sparse24.integration.quantizer import checkpoint_names, warn_left_dense
+from hf_sparse24.modules import listed, match_modules, refusal, tied_names
 from hf_sparse24.staging import STAGE_PREFIX, WEIGHT_FILES, staged
 
 
@@ -55,7 +56,7 @@ def compress_folder(source: str | Path, out: str | Path, config: SparsityConfig 
         if parsed.quantized or (parsed.sparsity is None and "quantization_config" in checkpoint.config):
             raise CheckpointError(f"{source}: is quantised ({CONFIG_NAME} says so); only dense checkpoints can be packed")
         chosen = _choose(checkpoint, config)
-        compressor = COMPRESSORS[config.format]
+        compressor = SPARSITY_COMPRESSORS[config.format]
         left_out, elements = 0, 0
         with staged(_new_folder(out, source)) as stage:
             weight_map: dict[str, str] = {}
@@ -97,7 +98,7 @@ def decompress_folder(source: str | Path, out: str | Path) -> None:
         with staged(_new_folder(out, source)) as stage:
             weight_map: dict[str, str] = {}
             for file in logging.tqdm(checkpoint.shards, desc="Unpacking shards"):
-                names = [name for name in dense if home.get(name, None) == file or (name not in home and name in checkpoint.shards[file])]
+                names = [name for name in dense if home.get(name) == file or (name not in home and name in checkpoint.shards[file])]
                 shard = {name: dense[name][...] for name in names}
                 _write_shard(shard, stage, file, weight_map)
             _write_rest(checkpoint, stage, weight_map, without_sparsity(checkpoint.config))
@@ -126,16 +127,18 @@ def _choose(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
     candidates = _select(checkpoint, config)
     refused, left_dense = {}, {}
     for name in logging.tqdm(sorted(candidates), desc="Checking weights"):
-        reason = COMPRESSORS[config.format].why_not(checkpoint.tensors[name][...])
+        reason = SPARSITY_COMPRESSORS[config.format].why_not(checkpoint.tensors[name][...])
         if reason and (config.on_dense == "skip" or reason.startswith(("only 2-D", "in_features"))):
             left_dense[name] = reason
         elif reason:
             refused[name] = reason
     if refused:
-        raise ValueError(f"{len(refused)} targeted weights are not {config.structure}, nothing was written: {listed(refused)}; prune them, ignore them, or skip them")
+        raise refusal(refused, config)
     chosen = candidates - set(left_dense)
     if not chosen:
-        raise ValueError(f"{checkpoint.path}: no weight can be stored sparse: {listed(left_dense) or 'no targeted weight of two dimensions'}")
+        raise ValueError(
+            f"{checkpoint.path}: no weight can be stored sparse: {listed(left_dense) or 'no targeted weight of two dimensions'}"
+        )
     warn_left_dense(left_dense)
     return chosen
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hf_sparse24.compressors import COMPRESSORS, BaseSparsityCompressor, Sparse24Compressor, SparseBitmaskCompressor
+from hf_sparse24.compressors import BaseSparsityCompressor, Sparse24Compressor, SparseBitmaskCompressor
 from hf_sparse24.kernels import ops
 
 
@@ -24,9 +24,11 @@ class PackedWeight(Tensor):
     """
 
     layer: "PackedLinear"
+    _is_hf_initialized: bool
 
     @staticmethod
     def __new__(cls, layer: "PackedLinear") -> "PackedWeight":
+        """A view of a layer's weight; nothing is unpacked yet."""
         size = (layer.out_features, layer.in_features)
         view = Tensor._make_wrapper_subclass(cls, size, dtype=layer.compressed.dtype, device=layer.compressed.device)
         view.layer = layer
@@ -34,7 +36,7 @@ class PackedWeight(Tensor):
         return view
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         for argument, value in (*zip(func._schema.arguments, args, strict=False), *_named(func._schema.arguments, kwargs)):
             if isinstance(value, PackedWeight) and argument.alias_info is not None and argument.alias_info.is_write:
@@ -46,7 +48,7 @@ class PackedWeight(Tensor):
         raise RuntimeError(_READ_ONLY.format(what="assigning to elements of"))
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The view itself; assigning is refused."""
         return self
 
@@ -83,6 +85,9 @@ class PackedLinear(nn.Linear):
     """
 
     compressor: ClassVar[BaseSparsityCompressor]
+    compressed: nn.Parameter
+    bitmask: nn.Parameter
+    shape: Tensor
 
     def __init__(
         self,
@@ -187,4 +192,3 @@ class SparseBitmaskLinear(PackedLinear):
 
 
 LAYERS: dict[str, type[PackedLinear]] = {layer.compressor.format: layer for layer in (Sparse24Linear, SparseBitmaskLinear)}
-assert set(LAYERS) < set(COMPRESSORS)

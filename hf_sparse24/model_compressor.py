@@ -1,7 +1,7 @@
 """Whole models and checkpoint folders: the class that users of compressed-tensors know, on our formats.
 
-    ModelCompressor.from_pretrained(path).decompress(model_path=path, model=dense_model)
-    ModelCompressor.from_pretrained_model(model, sparsity_config=config).compress(model)
+ModelCompressor.from_pretrained(path).decompress(model_path=path, model=dense_model)
+ModelCompressor.from_pretrained_model(model, sparsity_config=config).compress(model)
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,10 @@ from hf_sparse24.checkpoint import CONFIG_NAME, PackedSlice, as_dense, find_pack
 from hf_sparse24.config import CONFIGS, DenseSparsityConfig, Sparse24Config, SparsityConfig, as_config, parse_config
 from hf_sparse24.conversion import compress_folder, decompress_folder
 from hf_sparse24.errors import CheckpointError
-from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, checkpoint_names, listed, mark_as_packed, packed_layers, tied_names
+from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, checkpoint_names, mark_as_packed
 from hf_sparse24.integration.save import choose_weights, plan_weights
 from hf_sparse24.linear import LAYERS
+from hf_sparse24.modules import listed, packed_layers, tied_names
 
 # What a repository is fetched for; the rest of it is not needed to read weights.
 CHECKPOINT_PATTERNS = ["*.safetensors", "*.json"]
@@ -68,7 +69,9 @@ class ModelCompressor:
         return None if sparsity is None else cls(sparsity)
 
     @classmethod
-    def from_pretrained_model(cls, model: nn.Module, sparsity_config: SparsityConfig | Mapping[str, Any] | str | None = None) -> "ModelCompressor":
+    def from_pretrained_model(
+        cls, model: nn.Module, sparsity_config: SparsityConfig | Mapping[str, Any] | str | None = None
+    ) -> "ModelCompressor":
         """A compressor for a model in memory.
 
         Args:
@@ -125,8 +128,9 @@ class ModelCompressor:
         Raises:
             PackedTensorError: The tensors of a packed layer disagree with each other.
         """
-        if isinstance(getattr(model, "hf_quantizer", None), Sparse24HfQuantizer):
-            return model.dequantize()
+        quantizer = getattr(model, "hf_quantizer", None)
+        if isinstance(quantizer, Sparse24HfQuantizer):
+            return quantizer.dequantize(model)
         for name, layer in packed_layers(model).items():
             model.set_submodule(name, layer.to_linear())
         return model
@@ -190,7 +194,9 @@ def require_same_tensors(model: nn.Module, tensors: Mapping[str, Any], where: st
     """
     expected = model.state_dict()
     targets = checkpoint_names(model, list(tensors)) if isinstance(model, PreTrainedModel) else {name: (name, False) for name in tensors}
-    shape_of = {name: tuple(value.shape if isinstance(value, (Tensor, PackedSlice)) else value.get_shape()) for name, value in tensors.items()}
+    shape_of = {
+        name: tuple(value.shape if isinstance(value, (Tensor, PackedSlice)) else value.get_shape()) for name, value in tensors.items()
+    }
     wrong = {name: f"the model has no {target}" for name, (target, _) in targets.items() if target not in expected}
     wrong |= {
         name: f"shape {shape_of[name]}, the model's {target} is {tuple(expected[target].shape)}"

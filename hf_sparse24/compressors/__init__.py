@@ -9,8 +9,14 @@ COMPRESSORS: dict[str, BaseCompressor] = {
     compressor.format: compressor for compressor in (DenseCompressor(), SparseBitmaskCompressor(), Sparse24Compressor())
 }
 
+SPARSITY_COMPRESSORS: dict[str, BaseSparsityCompressor] = {
+    compressor.format: compressor for compressor in COMPRESSORS.values() if isinstance(compressor, BaseSparsityCompressor)
+}
+
+
 __all__ = [
     "COMPRESSORS",
+    "SPARSITY_COMPRESSORS",
     "BaseCompressor",
     "BaseSparsityCompressor",
     "DenseCompressor",

@@ -18,14 +18,20 @@ from typing import Any
 
 import torch
 from transformers import modeling_utils
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
 from transformers.utils import logging
 
 from hf_sparse24.checkpoint import CONFIG_NAME, INDEX_NAME, PART_SUFFIXES, WEIGHTS_NAME, as_dense, find_packed, open_checkpoint
 from hf_sparse24.config import CONFIG_KEYS, DenseSparsityConfig, SparsityConfig, parse_config
 from hf_sparse24.errors import CheckpointError
-from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer, listed, tied_names
+from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer
 from hf_sparse24.kernels.dispatch import why_not_kept
+from hf_sparse24.modules import listed, tied_names
 
 logger = logging.get_logger(__name__)
 
@@ -40,7 +46,7 @@ def install() -> None:
         name = wrap.__name__.removeprefix("_") if wrap is not _convert_and_load else "convert_and_load_state_dict_in_model"
         original = getattr(modeling_utils, name)
         if not hasattr(original, "_sparse24_original"):
-            wrapped = functools.wraps(original)(functools.partial(wrap, original))
+            wrapped: Any = functools.wraps(original)(functools.partial(wrap, original))
             wrapped._sparse24_original = original
             setattr(modeling_utils, name, wrapped)
 
@@ -48,7 +54,9 @@ def install() -> None:
 # ---- which way a checkpoint is opened ------------------------------------------------------------------------------------
 
 
-def _get_hf_quantizer(original: Callable[..., Any], config: Any, quantization_config: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+def _get_hf_quantizer(
+    original: Callable[..., Any], config: Any, quantization_config: Any, device_map: Any, *args: Any, **kwargs: Any
+) -> Any:
     parsed = parse_config(config.to_dict())
     stored_dense = parsed.sparsity is None or isinstance(parsed.sparsity, DenseSparsityConfig)
     if stored_dense and isinstance(quantization_config, SparsityConfig) and quantization_config.run_compressed is False:
@@ -80,7 +88,9 @@ def _keeps_packed(asked: bool | None, stored: bool | None) -> bool:
         return choice
     reason = why_not_kept()
     if reason:
-        logger.info(f"loading dense layers, because {reason}; pass quantization_config=Sparse24Config(run_compressed=True) to keep them packed")
+        logger.info(
+            f"loading dense layers, because {reason}; pass quantization_config=Sparse24Config(run_compressed=True) to keep them packed"
+        )
     return reason is None
 
 
@@ -88,7 +98,9 @@ def _warn_of_ignored_options(quantization_config: Any) -> None:
     if isinstance(quantization_config, SparsityConfig):
         ignored = quantization_config.model_fields_set - {"run_compressed"}
         if ignored:
-            warnings.warn(f"this checkpoint is packed already: {', '.join(sorted(ignored))} of the quantization_config is ignored", stacklevel=4)
+            warnings.warn(
+                f"this checkpoint is packed already: {', '.join(sorted(ignored))} of the quantization_config is ignored", stacklevel=4
+            )
 
 
 def _without_our_config(config: Any) -> Any:
@@ -105,10 +117,12 @@ def _without_our_config(config: Any) -> Any:
 def _check_folder(config: Any) -> None:
     """Look at a local folder's headers before Transformers does: its errors name no file."""
     folder = Path(str(getattr(config, "_name_or_path", "") or ""))
-    if (folder / CONFIG_NAME).is_file() and str(folder) != ".":
-        if (folder / WEIGHTS_NAME).exists() or (folder / INDEX_NAME).exists() or not any(folder.glob("*.safetensors")):
-            with open_checkpoint(folder):
-                pass
+    if str(folder) == "." or not (folder / CONFIG_NAME).is_file():
+        return
+    # Weights under another name (a variant, a subfolder) are left to Transformers.
+    if (folder / WEIGHTS_NAME).exists() or (folder / INDEX_NAME).exists() or not any(folder.glob("*.safetensors")):
+        with open_checkpoint(folder):
+            pass
 
 
 # ---- the dense checkpoint that packed tensors stand for -----------------------------------------------------------------

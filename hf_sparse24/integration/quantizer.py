@@ -23,16 +23,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_sparse24.checkpoint import PackedSlice, find_packed, name_of_part, open_file
-from hf_sparse24.compressors import COMPRESSORS, PackedTensorError
-from hf_sparse24.compressors.base import BaseSparsityCompressor
-from hf_sparse24.config import SparsityConfig, match_modules
+from hf_sparse24.compressors import SPARSITY_COMPRESSORS, PackedTensorError
+from hf_sparse24.config import SparsityConfig
 from hf_sparse24.errors import CheckpointError
-from hf_sparse24.linear import LAYERS, PackedLinear
+from hf_sparse24.linear import LAYERS
+from hf_sparse24.modules import listed, packable_modules, packed_layers, refusal, tied_names
 
 logger = logging.get_logger(__name__)
 METHOD = SparsityConfig.quant_method
-# Names in a message before it says how many more there are.
-LISTED = 8
 
 
 class Sparse24HfQuantizer(HfQuantizer):
@@ -42,6 +40,8 @@ class Sparse24HfQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: SparsityConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
+        self.pre_quantized: bool
+        self.quantization_config: SparsityConfig
         self.kept: dict[str, str] = {}
         self.left_dense: dict[str, str] = {}
         self.refused: dict[str, str] = {}
@@ -55,9 +55,11 @@ class Sparse24HfQuantizer(HfQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse to pack while layers are offloaded to disk."""
         if not self.pre_quantized and isinstance(device_map, Mapping) and "disk" in device_map.values():
-            raise ValueError("a dense checkpoint cannot be packed while it is offloaded to disk: compress the folder first (hf-sparse24 compress DIR OUT)")
+            raise ValueError("a dense checkpoint cannot be packed and offloaded to disk at once: run hf-sparse24 compress DIR OUT first")
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any) -> PreTrainedModel:
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> PreTrainedModel:
         self._model = model
         if checkpoint_files and all(str(file).endswith(".safetensors") for file in checkpoint_files):
             self._packed = packed_in_files(checkpoint_files, declared=self.pre_quantized)
@@ -87,7 +89,7 @@ class Sparse24HfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self._model, self._targets = None, set()
         if self.refused:
-            raise ValueError(f"{len(self.refused)} targeted weights cannot be packed: {listed(self.refused)}; prune them, ignore them, or pass on_dense='skip'")
+            raise refusal(self.refused, self.quantization_config)
         check_packed_layers(model)
         mark_as_packed(model, self)
         if self.left_dense:
@@ -138,14 +140,20 @@ class PackOnLoad(ConversionOps):
         self.quantizer = quantizer
 
     def convert(
-        self, input_dict: dict[str, Any], *, model: PreTrainedModel, full_layer_name: str, missing_keys: set[str] | None = None, **kwargs: Any
+        self,
+        input_dict: dict[str, Any],
+        *,
+        model: PreTrainedModel,
+        full_layer_name: str,
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """{name: weight} -> {}, with the layer replaced; or unchanged where the weight stays dense."""
         (weight,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
         config, name = self.quantizer.quantization_config, full_layer_name.removesuffix(".weight")
         linear = model.get_submodule(name)
         try:
-            packed = LAYERS[config.format].from_parts(_compressor(config).compress_weight(weight), linear.bias)
+            packed = LAYERS[config.format].from_parts(SPARSITY_COMPRESSORS[config.format].compress_weight(weight), linear.bias)
         except ValueError as error:
             if config.on_dense == "skip" or weight.shape[-1] % 4:
                 self.quantizer.left_dense[full_layer_name] = str(error)
@@ -170,7 +178,7 @@ def packed_in_files(files: list[str], declared: bool) -> dict[str, PackedSlice]:
     for file in files:
         handle = open_file(file)
         handles.append(handle)
-        for name in handle.keys():
+        for name in list(handle.keys()):
             tensors[name], file_of[name] = handle.get_slice(name), str(file)
     # Transformers builds models under `torch.device("meta")`, which would make `shape` unreadable.
     with torch.device("cpu"):
@@ -180,7 +188,9 @@ def packed_in_files(files: list[str], declared: bool) -> dict[str, PackedSlice]:
     return packed
 
 
-def place_packed_layers(model: PreTrainedModel, packed: Mapping[str, PackedSlice], conversions: list[Any]) -> tuple[dict[str, str], dict[str, str]]:
+def place_packed_layers(
+    model: PreTrainedModel, packed: Mapping[str, PackedSlice], conversions: list[Any]
+) -> tuple[dict[str, str], dict[str, str]]:
     """Replace the layers of an empty model whose weights are packed in the checkpoint.
 
     Args:
@@ -206,7 +216,9 @@ def place_packed_layers(model: PreTrainedModel, packed: Mapping[str, PackedSlice
             continue
         part, part_merged = rename(name_of_part(parameter, "compressed"))
         if part != f"{name}.compressed" or part_merged:
-            raise CheckpointError(f"Transformers loads {parameter} as {target}, but its part as {part}: open this checkpoint with run_compressed=False")
+            raise CheckpointError(
+                f"Transformers loads {parameter} as {target}, but its part as {part}: open this checkpoint with run_compressed=False"
+            )
         kept[parameter] = name
         _replace(model, name, weight)
     return kept, left_dense
@@ -233,7 +245,12 @@ def _why_dense(model: PreTrainedModel, parameter: str, name: str, target: str, w
 def _replace(model: PreTrainedModel, name: str, weight: PackedSlice) -> None:
     linear = model.get_submodule(name)
     layer = LAYERS[weight.compressor.format](
-        linear.in_features, linear.out_features, linear.bias is not None, num_values=weight.num_values, dtype=linear.weight.dtype, device="meta"
+        linear.in_features,
+        linear.out_features,
+        linear.bias is not None,
+        num_values=weight.num_values,
+        dtype=linear.weight.dtype,
+        device="meta",
     )
     model.set_submodule(name, layer)
 
@@ -257,35 +274,6 @@ def checkpoint_names(model: PreTrainedModel, parameters: list[str]) -> dict[str,
     """Name in a checkpoint -> (parameter of the model, whether it is merged or changed on the way)."""
     rename = _renamer(model, get_model_conversion_mapping(model))
     return {name: rename(name) for name in parameters}
-
-
-def tied_names(model: nn.Module) -> set[str]:
-    """Parameters that share their values with another one: by declaration, or because they are the same object."""
-    declared = getattr(model, "all_tied_weights_keys", None) or {}
-    tied = set(declared) | set(declared.values())
-    seen: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
-            tied |= {name, seen[id(parameter)]}
-        seen[id(parameter)] = name
-    return tied
-
-
-def packable_modules(model: nn.Module, config: SparsityConfig) -> list[str]:
-    """Modules that a config selects and that own an untied 2-D weight.
-
-    Raises:
-        ValueError: A target matches no module.
-    """
-    modules = dict(model.named_modules())
-    tied = tied_names(model)
-    selected = match_modules({name: type(module) for name, module in modules.items()}, config)
-    return [name for name in selected if f"{name}.weight" not in tied and getattr(getattr(modules[name], "weight", None), "ndim", 0) == 2]
-
-
-def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    """Every packed layer by its name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
 def check_packed_layers(model: nn.Module) -> None:
@@ -331,19 +319,7 @@ def _num_parameters(model: PreTrainedModel, only_trainable: bool = False, exclud
     return count
 
 
-def listed(reasons: Mapping[str, str]) -> str:
-    """`name: reason; ...`, cut after LISTED."""
-    shown = [f"{name}: {reason}" for name, reason in list(reasons.items())[:LISTED]]
-    return "; ".join(shown) + (f"; and {len(reasons) - LISTED} more" if len(reasons) > LISTED else "")
-
-
 def warn_left_dense(left_dense: Mapping[str, str]) -> None:
     """One warning with the targeted weights that are stored dense."""
     if left_dense:
         warnings.warn(f"{len(left_dense)} targeted weights are stored dense: {listed(left_dense)}", stacklevel=3)
-
-
-def _compressor(config: SparsityConfig) -> BaseSparsityCompressor:
-    compressor = COMPRESSORS[config.format]
-    assert isinstance(compressor, BaseSparsityCompressor)
-    return compressor

@@ -32,10 +32,11 @@ from transformers.utils import logging
 
 from hf_sparse24 import hub
 from hf_sparse24.checkpoint import INDEX_NAME, WEIGHTS_NAME, name_of_part, write_json
-from hf_sparse24.compressors import COMPRESSORS, BaseSparsityCompressor
-from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config, match_modules, unused_ignores
-from hf_sparse24.integration.quantizer import LISTED, Sparse24HfQuantizer, listed, packed_layers, tied_names, warn_left_dense
+from hf_sparse24.compressors import SPARSITY_COMPRESSORS, BaseSparsityCompressor
+from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config
+from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, warn_left_dense
 from hf_sparse24.linear import PackedLinear
+from hf_sparse24.modules import LISTED, listed, match_modules, packed_layers, refusal, tied_names, unused_ignores
 from hf_sparse24.pattern import is_nonzero, structure
 from hf_sparse24.staging import staged
 
@@ -91,12 +92,12 @@ def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, s
     max_shard_size, variant = arguments.pop("max_shard_size"), arguments["variant"]
     if not is_main_process:
         return
-    with staged(save_directory, variant) as stage:
+    with staged(Path(save_directory), variant) as stage:
         _original("save_pretrained")(_view(model, config), stage, state_dict={}, push_to_hub=False, **arguments)
         _write_shards(weights, stage, max_shard_size, variant, model.num_parameters())
     if push_to_hub:
         repo_id = extra.pop("repo_id", Path(save_directory).name)
-        hub.push_folder(save_directory, repo_id, token=arguments["token"], **extra)
+        hub.push_folder(Path(save_directory), repo_id, token=arguments["token"], **extra)
 
 
 def _as_method(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Any:
@@ -206,7 +207,8 @@ def plan_weights(
         original_names: Undo Transformers' renamings and merges, as `save_pretrained` does by default.
 
     Returns:
-        The config to store (None if on_dense="skip" left every weight dense), and every tensor by its name in the checkpoint, in the order in which shards are filled.
+        The config to store (None if on_dense="skip" left every weight dense), and every tensor by its name in the
+        checkpoint, in the order in which shards are filled.
 
     Raises:
         ValueError: A targeted weight does not fit (the message says which, how many groups, and where the first is), or
@@ -266,10 +268,7 @@ def _plan(model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str,
     selected = [name for name in match_modules(modules, config, aliases) if name not in kept]
     formats, left_dense, refused = _choose_formats(model, selected, weights, stored_name, config, detect)
     if refused:
-        raise ValueError(
-            f"{len(refused)} targeted weights are not {config.structure}, nothing was written: {listed(refused)}; "
-            "prune them, add them to ignore, or pass on_dense='skip'"
-        )
+        raise refusal(refused, config)
     left_dense |= _transposed(model, config)
     if not formats and not kept and (detect or config.on_dense == "raise"):
         raise ValueError(f"no weight can be stored sparse: {listed(left_dense) or 'no targeted module has a 2-D weight of its own'}")
@@ -312,7 +311,12 @@ def _read(model: PreTrainedModel, name: str | None, tensor: Tensor) -> Tensor:
 
 
 def _choose_formats(
-    model: PreTrainedModel, selected: list[str], weights: Mapping[str, Weight], stored_name: Mapping[str, str], config: SparsityConfig, detect: bool
+    model: PreTrainedModel,
+    selected: list[str],
+    weights: Mapping[str, Weight],
+    stored_name: Mapping[str, str],
+    config: SparsityConfig,
+    detect: bool,
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Stored name -> format, and -> reason for the weights that stay dense, and for those that are refused."""
     formats, left_dense, refused = {}, {}, {}
@@ -327,7 +331,7 @@ def _choose_formats(
             if detect:
                 formats[stored], reason = _detect(values)
             else:
-                formats[stored], reason = config.format, _compressor(config.format).why_not(values)
+                formats[stored], reason = config.format, SPARSITY_COMPRESSORS[config.format].why_not(values)
             if reason is None:
                 continue
             del formats[stored]
@@ -376,12 +380,6 @@ def _detect(values: Tensor) -> tuple[str, str | None]:
     return "", f"{found.kind}, {found.reason}"
 
 
-def _compressor(name: str) -> BaseSparsityCompressor:
-    compressor = COMPRESSORS[name]
-    assert isinstance(compressor, BaseSparsityCompressor)
-    return compressor
-
-
 def _replace_by_parts(weights: Mapping[str, Weight], formats: Mapping[str, str]) -> tuple[dict[str, Weight], int]:
     """The tensors with parts in the place of packed weights, and how many values are left out."""
     planned, left_out = {}, 0
@@ -389,7 +387,7 @@ def _replace_by_parts(weights: Mapping[str, Weight], formats: Mapping[str, str])
         if name not in formats:
             planned[name] = weight
             continue
-        compressor = _compressor(formats[name])
+        compressor = SPARSITY_COMPRESSORS[formats[name]]
         elements = torch.Size(weight.shape).numel()
         num_values = elements // 2 if formats[name] == Sparse24Config.format else int(is_nonzero(weight.read()).sum())
         left_out += elements - num_values
@@ -408,7 +406,9 @@ def _order(model: PreTrainedModel, plan: _Plan, planned: Mapping[str, Weight], o
     headers: dict[str, Tensor] = {}
     for name, header in plan.headers.items():
         format = plan.formats.get(plan.stored_name.get(name, ""))
-        headers |= dict.fromkeys((name_of_part(name, part) for part in COMPRESSORS[format].parts), header) if format else {name: header}
+        headers |= (
+            dict.fromkeys((name_of_part(name, part) for part in SPARSITY_COMPRESSORS[format].parts), header) if format else {name: header}
+        )
     headers = {name: headers[name] for name in sorted(headers, key=dot_natural_key)}
     order = list(revert_weight_conversion(model, headers) if original_names else headers)
     if lost := set(planned) ^ set(order):

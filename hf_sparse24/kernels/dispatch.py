@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Compute capability from which kernels for packed weights are planned to run (sparse tensor cores).
-MIN_CAPABILITY = (8, 0)
+# Kernels for packed weights, each with the compute capability from which it runs.  None in this version: every path unpacks.
+KERNELS: dict[str, tuple[int, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,18 @@ def explain(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> 
         The path, and the reasons against the others.
     """
     why = why_no_kernel(torch.device(device))
-    return Choice("reference", {"sparse": why or f"this version has no sparse kernel for {dtype}; the weight is unpacked for every call"})
+    return Choice("reference", {"sparse": why or f"no kernel for {dtype}"})
 
 
 def why_no_kernel(device: torch.device) -> str | None:
     """Why a device cannot multiply by packed weights faster than by dense ones, or None if it can."""
     if device.type != "cuda":
         return f"{device.type} has no sparse tensor cores"
+    if not KERNELS:
+        return "this version has no sparse kernels: a packed layer saves memory, not time"
     capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        return f"compute capability {capability[0]}.{capability[1]} has no sparse tensor cores, {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} is needed"
+    if all(capability < needed for needed in KERNELS.values()):
+        return f"compute capability {capability} is below {min(KERNELS.values())}"
     return None
 
 

@@ -1,5 +1,7 @@
 """The operators of the package: schema, implementation, fake and gradient.  The only place that touches `torch.library`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,13 +47,13 @@ def _linear_grad_x_fake(grad_y: Tensor, compressed: Tensor, bitmask: Tensor, in_
     return grad_y.new_empty(*grad_y.shape[:-1], in_features)
 
 
-def _save_packed(ctx, inputs, output) -> None:
+def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, compressed, bitmask, _, in_features = inputs
     ctx.save_for_backward(compressed, bitmask)
     ctx.in_features = in_features
 
 
-def _linear_backward(ctx, grad_y: Tensor):
+def _linear_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
     compressed, bitmask = ctx.saved_tensors
     grad_x = linear_grad_x(grad_y, compressed, bitmask, ctx.in_features) if ctx.needs_input_grad[0] else None
     grad_bias = grad_y.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None

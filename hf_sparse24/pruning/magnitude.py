@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from hf_sparse24.config import Sparse24Config, match_modules
-from hf_sparse24.integration.quantizer import tied_names
+from hf_sparse24.config import Sparse24Config
+from hf_sparse24.modules import match_modules, tied_names
 from hf_sparse24.pattern import is_nonzero, mask_2_4
 
 
@@ -38,7 +38,11 @@ class PruneReport:
 
 @torch.no_grad()
 def prune(
-    model: nn.Module, method: Literal["magnitude"] = "magnitude", *, targets: Sequence[str] = ("Linear",), ignore: Sequence[str] = ("lm_head",)
+    model: nn.Module,
+    method: Literal["magnitude"] = "magnitude",
+    *,
+    targets: Sequence[str] = ("Linear",),
+    ignore: Sequence[str] = ("lm_head",),
 ) -> PruneReport:
     """Make a model's linear layers 2:4, in place.
 
@@ -58,30 +62,31 @@ def prune(
     if method != "magnitude":
         raise ValueError(f"method must be 'magnitude', got {method!r}; other methods are not in this version")
     modules = dict(model.named_modules())
-    selected = match_modules({name: type(module) for name, module in modules.items()}, Sparse24Config(targets=list(targets), ignore=list(ignore)))
+    config = Sparse24Config(targets=list(targets), ignore=list(ignore))
+    selected = match_modules({name: type(module) for name, module in modules.items()}, config)
     tied = tied_names(model)
     if named := [name for name in selected if name in targets and f"{name}.weight" in tied]:
-        raise ValueError(f"{named[0]}.weight is tied to another parameter, which would be pruned with it; untie it first or remove it from targets")
+        raise ValueError(f"{named[0]}.weight is tied to another parameter, which would be pruned with it: untie it, or do not target it")
     report = PruneReport(method)
     for name in selected:
-        weight = getattr(modules[name], "weight", None)
-        reason = _why_not(modules[name], weight, f"{name}.weight" in tied)
+        module = modules[name]
+        reason = _why_not(module, f"{name}.weight" in tied)
         if reason:
             report.left_dense[name] = reason
         else:
-            report.layers.append(_prune_layer(name, weight))
+            report.layers.append(_prune_layer(name, module.weight))
     if not report.layers:
         raise ValueError(f"no targeted layer can be pruned: {report.left_dense or 'none has a weight'}")
     return report
 
 
-def _why_not(module: nn.Module, weight: torch.Tensor | None, tied: bool) -> str | None:
+def _why_not(module: nn.Module, tied: bool) -> str | None:
     if tied:
         return "tied to another parameter"
     if not isinstance(module, nn.Linear):
         return f"a {type(module).__name__}, not a Linear"
-    if weight.shape[1] % 4:
-        return f"in_features {weight.shape[1]} is not a multiple of 4"
+    if module.in_features % 4:
+        return f"in_features {module.in_features} is not a multiple of 4"
     return None
 
 

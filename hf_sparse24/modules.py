@@ -1,0 +1,101 @@
+"""The modules of a model: which ones a config selects, which weights are tied, which layers are packed."""
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+
+from hf_sparse24.config import SparsityConfig
+from hf_sparse24.linear import PackedLinear
+
+# Names in a message before it says how many more there are.
+LISTED = 8
+
+
+def match_modules(names_and_classes: Mapping[str, type], config: SparsityConfig, aliases: Mapping[str, str] | None = None) -> list[str]:
+    """The modules that a config selects, in the order given.
+
+    Args:
+        names_and_classes: Module name -> class, of every module of the model.
+        config: Whose targets and ignore are applied; ignore wins.
+        aliases: Second names of modules (those in the checkpoint, where Transformers renames), matched like the first.
+
+    Raises:
+        ValueError: A target that selects no module.
+    """
+    aliases = aliases or {}
+    for target in config.targets:
+        if not any(_matches(target, name, cls, aliases.get(name)) for name, cls in names_and_classes.items()):
+            raise ValueError(f"target {target!r} matches no module of the model; use a class name, a full module name, or 're:PATTERN'")
+    return [
+        name
+        for name, cls in names_and_classes.items()
+        if any(_matches(target, name, cls, aliases.get(name)) for target in config.targets)
+        and not any(_ignores(entry, name, cls, aliases.get(name)) for entry in config.ignore)
+    ]
+
+
+def unused_ignores(names_and_classes: Mapping[str, type], config: SparsityConfig, aliases: Mapping[str, str] | None = None) -> list[str]:
+    """Entries of `ignore` that match no module; the default entry is not counted."""
+    aliases = aliases or {}
+    default = SparsityConfig.model_fields["ignore"].get_default(call_default_factory=True)
+    return [
+        entry
+        for entry in config.ignore
+        if entry not in default and not any(_ignores(entry, name, cls, aliases.get(name)) for name, cls in names_and_classes.items())
+    ]
+
+
+def _matches(entry: str, name: str, cls: type, alias: str | None) -> bool:
+    names = (name,) if alias is None else (name, alias)
+    if entry.startswith("re:"):
+        return any(re.match(entry.removeprefix("re:"), n) for n in names)
+    return entry in names or any(base.__name__ == entry for base in cls.__mro__)
+
+
+def _ignores(entry: str, name: str, cls: type, alias: str | None) -> bool:
+    names = (name,) if alias is None else (name, alias)
+    return _matches(entry, name, cls, alias) or any(n.startswith(f"{entry.rstrip('.')}.") for n in names)
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Parameters that share their values with another one: by declaration, or because they are the same object."""
+    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = set(declared) | set(declared.values())
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            tied |= {name, seen[id(parameter)]}
+        seen[id(parameter)] = name
+    return tied
+
+
+def packable_modules(model: nn.Module, config: SparsityConfig) -> list[str]:
+    """Modules that a config selects and that own an untied 2-D weight.
+
+    Raises:
+        ValueError: A target matches no module.
+    """
+    modules = dict(model.named_modules())
+    tied = tied_names(model)
+    selected = match_modules({name: type(module) for name, module in modules.items()}, config)
+    return [name for name in selected if f"{name}.weight" not in tied and getattr(getattr(modules[name], "weight", None), "ndim", 0) == 2]
+
+
+def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
+    """Every packed layer by its name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+
+
+def refusal(refused: Mapping[str, str], config: SparsityConfig) -> ValueError:
+    """The error for targeted weights that do not fit the format."""
+    return ValueError(
+        f"{len(refused)} targeted weights are not {config.structure}, nothing was changed or written: {listed(refused)}; "
+        "prune them, add them to ignore, or use on_dense='skip'"
+    )
+
+
+def listed(reasons: Mapping[str, str]) -> str:
+    """`name: reason; ...`, cut after LISTED."""
+    shown = [f"{name}: {reason}" for name, reason in list(reasons.items())[:LISTED]]
+    return "; ".join(shown) + (f"; and {len(reasons) - LISTED} more" if len(reasons) > LISTED else "")
