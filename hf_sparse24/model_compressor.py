@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -19,8 +20,8 @@ from hf_sparse24.checkpoint import CONFIG_NAME, PackedSlice, as_dense, find_pack
 from hf_sparse24.config import CONFIGS, DenseSparsityConfig, Sparse24Config, SparsityConfig, as_config, parse_config
 from hf_sparse24.conversion import compress_folder, decompress_folder
 from hf_sparse24.errors import CheckpointError
+from hf_sparse24.integration.plan import choose_weights, plan_weights
 from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, checkpoint_names, mark_as_packed
-from hf_sparse24.integration.save import choose_weights, plan_weights
 from hf_sparse24.linear import LAYERS
 from hf_sparse24.modules import listed, packed_layers, tied_names
 
@@ -180,10 +181,18 @@ class ModelCompressor:
 
 
 def local_folder(path_or_repo_id: str | Path, **hub_kwargs: Any) -> Path:
-    """The folder itself, or the repository's files after downloading them."""
+    """The folder itself, or the repository's files after downloading them.
+
+    Raises:
+        CheckpointError: It is neither, as far as can be seen from here.
+    """
     if Path(path_or_repo_id).is_dir():
         return Path(path_or_repo_id)
-    return Path(snapshot_download(str(path_or_repo_id), allow_patterns=CHECKPOINT_PATTERNS, **hub_kwargs))
+    try:
+        return Path(snapshot_download(str(path_or_repo_id), allow_patterns=CHECKPOINT_PATTERNS, **hub_kwargs))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{path_or_repo_id} is neither a folder nor a repository that can be reached: {reason}") from error
 
 
 def require_same_tensors(model: nn.Module, tensors: Mapping[str, Any], where: str) -> None:

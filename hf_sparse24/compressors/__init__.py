@@ -2,6 +2,12 @@
 
 from hf_sparse24.compressors.base import BaseCompressor, BaseSparsityCompressor, PackedTensorError
 from hf_sparse24.compressors.dense import DenseCompressor
+from hf_sparse24.compressors.semi_structured import (
+    from_semi_structured,
+    semi_structured_from_dense,
+    semi_structured_to_dense,
+    to_semi_structured,
+)
 from hf_sparse24.compressors.sparse24 import Sparse24Compressor
 from hf_sparse24.compressors.sparse_bitmask import SparseBitmaskCompressor
 
@@ -23,4 +29,8 @@ __all__ = [
     "PackedTensorError",
     "Sparse24Compressor",
     "SparseBitmaskCompressor",
+    "from_semi_structured",
+    "semi_structured_from_dense",
+    "semi_structured_to_dense",
+    "to_semi_structured",
 ]

@@ -13,38 +13,25 @@ import functools
 import inspect
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
-from transformers.integrations.accelerate import load_offloaded_parameter
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from hf_sparse24 import hub
-from hf_sparse24.checkpoint import INDEX_NAME, WEIGHTS_NAME, name_of_part, write_json
-from hf_sparse24.compressors import SPARSITY_COMPRESSORS, BaseSparsityCompressor
-from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config
-from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, warn_left_dense
-from hf_sparse24.linear import PackedLinear
-from hf_sparse24.modules import LISTED, listed, match_modules, packed_layers, refusal, tied_names, unused_ignores
-from hf_sparse24.pattern import is_nonzero, structure
+from hf_sparse24.checkpoint import INDEX_NAME, WEIGHTS_NAME, write_json
+from hf_sparse24.config import SparsityConfig
+from hf_sparse24.integration.plan import Weight, plan_weights
+from hf_sparse24.integration.quantizer import Sparse24HfQuantizer
 from hf_sparse24.staging import staged
 
 logger = logging.get_logger(__name__)
 OPT_OUT = "HF_SPARSE24_NO_PATCH"
-AUTO = "auto"
-# "auto" packs a weight without a pattern only where that saves at least this share of its bytes.
-MIN_SAVING = 0.1
 
 
 def install() -> None:
@@ -162,273 +149,6 @@ def _view(model: PreTrainedModel, config: SparsityConfig | None) -> PreTrainedMo
         own_config.quantization_config = config
     view.__dict__.update(config=own_config, hf_quantizer=None, _weight_conversions=[])
     return view
-
-
-# ---- which weights are written how ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Weight:
-    """One tensor of the checkpoint to be: its header, and how to read it when its turn comes."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-    in_memory: Tensor | None = None
-
-    def header(self) -> Tensor:
-        """A tensor of the same dtype and shape: itself if it is in memory, else an empty one."""
-        return self.in_memory if self.in_memory is not None else torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-
-class Packing:
-    """A weight that is packed when its first part is asked for, and forgotten when its last part was."""
-
-    def __init__(self, compressor: BaseSparsityCompressor, read: Callable[[], Tensor]):
-        self.compressor, self.read = compressor, read
-        self.parts: dict[str, Tensor] = {}
-
-    def part(self, name: str) -> Tensor:
-        """The part with this suffix."""
-        if not self.parts:
-            self.parts = self.compressor.compress_weight(self.read())
-        return self.parts.pop(name)
-
-
-def plan_weights(
-    model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str, Tensor] | None = None, original_names: bool = True
-) -> tuple[SparsityConfig | None, dict[str, Weight]]:
-    """Decide how every tensor of a model is stored, and check that the targeted ones fit.
-
-    Args:
-        model: Dense, or with packed layers.
-        sparsity_config: A config, a dict of its fields, a format name, or "auto".
-        state_dict: Instead of `model.state_dict()`.
-        original_names: Undo Transformers' renamings and merges, as `save_pretrained` does by default.
-
-    Returns:
-        The config to store (None if on_dense="skip" left every weight dense), and every tensor by its name in the
-        checkpoint, in the order in which shards are filled.
-
-    Raises:
-        ValueError: A targeted weight does not fit (the message says which, how many groups, and where the first is), or
-            targets match nothing.
-    """
-    plan = _plan(model, sparsity_config, state_dict, original_names)
-    planned, left_out = _replace_by_parts(plan.weights, plan.formats)
-    planned = {name: planned[name] for name in _order(model, plan, planned, original_names)}
-    left_out += sum(layer.out_features * layer.in_features - layer.compressed.numel() for layer in plan.kept.values())
-    if not plan.formats and not plan.kept:
-        return None, planned
-    return _config_to_store(plan, left_out / max(1, model.num_parameters())), planned
-
-
-def choose_weights(model: PreTrainedModel, sparsity_config: Any) -> dict[str, str]:
-    """The modules whose weights are packed, and in which format; every one of them was checked.
-
-    Args:
-        model: Dense, or with packed layers, which are not among the result.
-        sparsity_config: As for `plan_weights`.
-
-    Raises:
-        ValueError: As for `plan_weights`.
-    """
-    plan = _plan(model, sparsity_config, None, original_names=False)
-    return {name.removesuffix(".weight"): format for name, format in plan.formats.items()}
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Tensors by stored name, the format of those that are packed, and layers that are packed already by module name.
-
-    `headers` holds every tensor in the model's naming, empty; `stored_name` the new name of those that are only renamed.
-    """
-
-    config: SparsityConfig
-    weights: dict[str, Weight]
-    formats: dict[str, str]
-    kept: dict[str, PackedLinear]
-    detected: bool
-    headers: dict[str, Tensor]
-    stored_name: dict[str, str]
-
-
-def _plan(model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str, Tensor] | None, original_names: bool) -> _Plan:
-    detect = sparsity_config == AUTO
-    config = Sparse24Config(on_dense="skip") if detect else as_config(sparsity_config)
-    if isinstance(config, DenseSparsityConfig):
-        raise ValueError("the format dense packs nothing: call save_pretrained without sparsity_config")
-    kept = packed_layers(model)
-    other = sorted({layer.compressor.format for layer in kept.values()} - {config.format})
-    if other and not detect:
-        raise ValueError(f"this model has layers packed as {other[0]}, not {config.format}: call model.dequantize() first")
-    weights, headers, stored_name = _stored_tensors(model, state_dict, original_names)
-    modules = {name: type(module) for name, module in model.named_modules()}
-    aliases = {name: stored_name[f"{name}.weight"].removesuffix(".weight") for name in modules if f"{name}.weight" in stored_name}
-    selected = [name for name in match_modules(modules, config, aliases) if name not in kept]
-    formats, left_dense, refused = _choose_formats(model, selected, weights, stored_name, config, detect)
-    if refused:
-        raise refusal(refused, config)
-    left_dense |= _transposed(model, config)
-    if not formats and not kept and (detect or config.on_dense == "raise"):
-        raise ValueError(f"no weight can be stored sparse: {listed(left_dense) or 'no targeted module has a 2-D weight of its own'}")
-    if not detect:
-        warn_left_dense(left_dense)
-    if unused := unused_ignores(modules, config, aliases):
-        warnings.warn(f"entries of ignore that match no module: {', '.join(unused)}", stacklevel=4)
-    return _Plan(config, weights, formats, kept, detect, headers, stored_name)
-
-
-def _stored_tensors(
-    model: PreTrainedModel, state_dict: Mapping[str, Tensor] | None, original_names: bool
-) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, str]]:
-    """Every tensor of the dense checkpoint by its name there; empty tensors by their names in the model; names there of the renamed."""
-    source = dict(state_dict if state_dict is not None else model.state_dict())
-    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
-        source.pop(name, None)
-    source = remove_tied_weights_from_state_dict(source, model)
-    source = {name: source[name] for name in sorted(source, key=dot_natural_key)}
-    # The names first, with empty tensors: what an operation merges or splits is then known, and read once, below.
-    empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in source.items()}
-    renamed = revert_weight_conversion(model, dict(empty)) if original_names else empty
-    origin = {id(tensor): name for name, tensor in empty.items()}
-    stored_name = {origin[id(tensor)]: name for name, tensor in renamed.items() if id(tensor) in origin}
-    changed = [name for name in source if name not in stored_name]
-    operated = revert_weight_conversion(model, {name: _read(model, name, source[name]) for name in changed}) if changed else {}
-    source_of = {stored: name for name, stored in stored_name.items()}
-    weights = {}
-    for stored, tensor in renamed.items():
-        name = source_of.get(stored)
-        value = source[name] if name is not None else operated[stored]
-        read = functools.partial(_read, model, name, value)
-        weights[stored] = Weight(tensor.dtype, tuple(tensor.shape), read, value)
-    return weights, empty, stored_name
-
-
-def _read(model: PreTrainedModel, name: str | None, tensor: Tensor) -> Tensor:
-    """The values of a tensor, those of an offloaded one included."""
-    return load_offloaded_parameter(model, name) if tensor.device.type == "meta" else tensor
-
-
-def _choose_formats(
-    model: PreTrainedModel,
-    selected: list[str],
-    weights: Mapping[str, Weight],
-    stored_name: Mapping[str, str],
-    config: SparsityConfig,
-    detect: bool,
-) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """Stored name -> format, and -> reason for the weights that stay dense, and for those that are refused."""
-    formats, left_dense, refused = {}, {}, {}
-    tied = tied_names(model)
-    for module in selected:
-        name = f"{module}.weight"
-        weight = weights.get(stored_name.get(name, ""))
-        reason = _why_unfit(name, weight, name in tied, config)
-        if reason is None and weight is not None:
-            stored = stored_name[name]
-            values = weight.read()
-            if detect:
-                formats[stored], reason = _detect(values)
-            else:
-                formats[stored], reason = config.format, SPARSITY_COMPRESSORS[config.format].why_not(values)
-            if reason is None:
-                continue
-            del formats[stored]
-            if config.on_dense == "raise":
-                refused[module] = reason
-                continue
-        if reason and reason != NO_WEIGHT:
-            left_dense[module] = reason
-    return formats, left_dense, refused
-
-
-NO_WEIGHT = "no weight of its own"
-
-
-def _transposed(model: PreTrainedModel, config: SparsityConfig) -> dict[str, str]:
-    """GPT-2's Conv1D layers, which a user who targets Linear may expect to be packed."""
-    if "Linear" not in config.targets:
-        return {}
-    reason = "a Conv1D, which holds its weight transposed"
-    return {name: reason for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
-
-
-def _why_unfit(name: str, weight: Weight | None, tied: bool, config: SparsityConfig) -> str | None:
-    if tied:
-        return "tied to another parameter"
-    if weight is None:
-        return NO_WEIGHT
-    if len(weight.shape) != 2 or not torch.Size(weight.shape).numel():
-        return f"shape {weight.shape} is not that of a 2-D weight with elements"
-    if isinstance(config, Sparse24Config) and weight.shape[1] % 4:
-        return f"in_features {weight.shape[1]} is not a multiple of 4"
-    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
-        return f"dtype {weight.dtype} cannot be stored sparse"
-    return None
-
-
-def _detect(values: Tensor) -> tuple[str, str | None]:
-    """The format that fits a weight, and why none does."""
-    found = structure(values)
-    if found.kind in ("2:4", "1:4"):
-        return Sparse24Config.format, None
-    stored = (found.elements - found.zeros) * values.element_size() + found.elements / 8
-    saving = 1 - stored / (found.elements * values.element_size())
-    if saving >= MIN_SAVING:
-        return SparseBitmaskConfig.format, None
-    return "", f"{found.kind}, {found.reason}"
-
-
-def _replace_by_parts(weights: Mapping[str, Weight], formats: Mapping[str, str]) -> tuple[dict[str, Weight], int]:
-    """The tensors with parts in the place of packed weights, and how many values are left out."""
-    planned, left_out = {}, 0
-    for name, weight in weights.items():
-        if name not in formats:
-            planned[name] = weight
-            continue
-        compressor = SPARSITY_COMPRESSORS[formats[name]]
-        elements = torch.Size(weight.shape).numel()
-        num_values = elements // 2 if formats[name] == Sparse24Config.format else int(is_nonzero(weight.read()).sum())
-        left_out += elements - num_values
-        packing = Packing(compressor, weight.read)
-        for part, (dtype, shape) in compressor.part_specs(weight.shape, weight.dtype, num_values).items():
-            planned[name_of_part(name, part)] = Weight(dtype, shape, functools.partial(packing.part, part))
-    return planned, left_out
-
-
-def _order(model: PreTrainedModel, plan: _Plan, planned: Mapping[str, Weight], original_names: bool) -> list[str]:
-    """Stored names in the order in which Transformers writes a model with packed layers: shards are then the same.
-
-    Raises:
-        ValueError: Transformers renames a weight and its parts differently, so that they could not be loaded again.
-    """
-    headers: dict[str, Tensor] = {}
-    for name, header in plan.headers.items():
-        format = plan.formats.get(plan.stored_name.get(name, ""))
-        headers |= (
-            dict.fromkeys((name_of_part(name, part) for part in SPARSITY_COMPRESSORS[format].parts), header) if format else {name: header}
-        )
-    headers = {name: headers[name] for name in sorted(headers, key=dot_natural_key)}
-    order = list(revert_weight_conversion(model, headers) if original_names else headers)
-    if lost := set(planned) ^ set(order):
-        raise ValueError(f"Transformers stores weights and their parts under different names: {sorted(lost)[:LISTED]}; add them to ignore")
-    return order
-
-
-def _config_to_store(plan: _Plan, sparsity: float) -> SparsityConfig:
-    config = plan.config
-    if plan.detected:
-        used = set(plan.formats.values()) | {layer.compressor.format for layer in plan.kept.values()}
-        names = [name.removesuffix(".weight") for name in plan.formats] + list(plan.kept)
-        config_class = Sparse24Config if Sparse24Config.format in used else SparseBitmaskConfig
-        config = config_class(targets=sorted(names, key=dot_natural_key), ignore=[])
-    stored = config.model_copy(deep=True)
-    stored.global_sparsity, stored.run_compressed = round(sparsity, 6), None
-    return stored
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------------
 
 
 def _write_shards(weights: Mapping[str, Weight], folder: Path, max_shard_size: int | str, variant: str | None, num_parameters: int) -> None:

@@ -1,0 +1,69 @@
+"""A ratchet: what users can type.  Growing a list here is a visible edit; shrinking one breaks somebody."""
+
+import importlib.util
+import re
+
+import pytest
+
+import hf_sparse24
+
+PUBLIC_NAMES = {
+    "CheckpointError",
+    "DenseSparsityConfig",
+    "ModelCompressor",
+    "PruneReport",
+    "Sparse24Config",
+    "Sparse24Linear",
+    "SparseBitmaskConfig",
+    "SparseBitmaskLinear",
+    "SparsityConfig",
+    "__version__",
+    "prune",
+}
+CONFIG_DEFAULTS = {
+    "targets": ["Linear"],
+    "ignore": ["lm_head"],
+    "on_dense": "raise",
+    "readable_by": "hf-sparse24",
+    "run_compressed": None,
+    "global_sparsity": 0.0,
+}
+# Subcommand -> its flags, without --help.
+COMMAND_LINE: dict[str, set[str]] = {}
+
+
+def test_public_names_are_the_listed_ones():
+    assert set(hf_sparse24.__all__) == PUBLIC_NAMES
+    assert all(hasattr(hf_sparse24, name) for name in PUBLIC_NAMES)
+
+
+@pytest.mark.parametrize("name", ["DenseSparsityConfig", "Sparse24Config", "SparseBitmaskConfig"])
+def test_config_fields_and_defaults_are_the_listed_ones(name):
+    assert getattr(hf_sparse24, name)().model_dump() == CONFIG_DEFAULTS
+
+
+@pytest.fixture
+def read_help(monkeypatch, capsys):
+    """What `hf-sparse24 ... --help` prints."""
+    if importlib.util.find_spec("hf_sparse24.cli") is None:
+        pytest.skip("hf_sparse24.cli is not there yet")
+    from hf_sparse24 import cli
+
+    def read(*command: str) -> str:
+        monkeypatch.setattr("sys.argv", ["hf-sparse24", *command, "--help"])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            cli.main()
+        return capsys.readouterr().out
+
+    return read
+
+
+def test_subcommands_are_the_listed_ones(read_help):
+    shown = re.search(r"\{([\w,-]+)\}", read_help())
+    assert shown and set(shown[1].split(",")) == set(COMMAND_LINE)
+
+
+@pytest.mark.parametrize("command", COMMAND_LINE)
+def test_flags_are_the_listed_ones(command, read_help):
+    usage = read_help(command).partition("\n\n")[0]
+    assert set(re.findall(r"(?<!\w)--[a-z][\w-]*", usage)) - {"--help"} == COMMAND_LINE[command]
