@@ -87,6 +87,11 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
+def left_out(model: nn.Module) -> int:
+    """How many weights the packed layers of a model leave out."""
+    return sum(layer.out_features * layer.in_features - layer.compressed.numel() for layer in packed_layers(model).values())
+
+
 def refusal(refused: Mapping[str, str], config: SparsityConfig) -> ValueError:
     """The error for targeted weights that do not fit the format."""
     return ValueError(

@@ -22,7 +22,7 @@ from hf_sparse24.compressors.base import STORABLE_DTYPES
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config
 from hf_sparse24.integration.quantizer import warn_left_dense
 from hf_sparse24.linear import PackedLinear
-from hf_sparse24.modules import LISTED, listed, match_modules, packed_layers, refusal, tied_names, unused_ignores
+from hf_sparse24.modules import LISTED, left_out, listed, match_modules, packed_layers, refusal, tied_names, unused_ignores
 from hf_sparse24.pattern import is_nonzero, structure
 
 AUTO = "auto"
@@ -78,12 +78,11 @@ def plan_weights(
             targets match nothing.
     """
     plan = _plan(model, sparsity_config, state_dict, original_names)
-    planned, left_out = _replace_by_parts(plan.weights, plan.formats)
+    planned, num_left_out = _replace_by_parts(plan.weights, plan.formats)
     planned = {name: planned[name] for name in _order(model, plan, planned, original_names)}
-    left_out += sum(layer.out_features * layer.in_features - layer.compressed.numel() for layer in plan.kept.values())
     if not plan.formats and not plan.kept:
         return None, planned
-    return _config_to_store(plan, left_out / max(1, model.num_parameters())), planned
+    return _config_to_store(plan, (num_left_out + left_out(model)) / max(1, model.num_parameters())), planned
 
 
 def choose_weights(model: PreTrainedModel, sparsity_config: Any) -> dict[str, str]:
@@ -245,7 +244,7 @@ def _detect(values: Tensor) -> tuple[str, str | None]:
 
 def _replace_by_parts(weights: Mapping[str, Weight], formats: Mapping[str, str]) -> tuple[dict[str, Weight], int]:
     """The tensors with parts in the place of packed weights, and how many values are left out."""
-    planned, left_out = {}, 0
+    planned, num_left_out = {}, 0
     for name, weight in weights.items():
         if name not in formats:
             planned[name] = weight
@@ -253,11 +252,11 @@ def _replace_by_parts(weights: Mapping[str, Weight], formats: Mapping[str, str])
         compressor = SPARSITY_COMPRESSORS[formats[name]]
         elements = torch.Size(weight.shape).numel()
         num_values = elements // 2 if formats[name] == Sparse24Config.format else int(is_nonzero(weight.read()).sum())
-        left_out += elements - num_values
+        num_left_out += elements - num_values
         packing = Packing(compressor, weight.read)
         for part, (dtype, shape) in compressor.part_specs(weight.shape, weight.dtype, num_values).items():
             planned[name_of_part(name, part)] = Weight(dtype, shape, functools.partial(packing.part, part))
-    return planned, left_out
+    return planned, num_left_out
 
 
 def _order(model: PreTrainedModel, plan: _Plan, planned: Mapping[str, Weight], original_names: bool) -> list[str]:

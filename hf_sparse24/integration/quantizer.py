@@ -27,7 +27,7 @@ from hf_sparse24.compressors import SPARSITY_COMPRESSORS, PackedTensorError
 from hf_sparse24.config import SparsityConfig
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.linear import LAYERS
-from hf_sparse24.modules import listed, packable_modules, packed_layers, refusal, tied_names
+from hf_sparse24.modules import left_out, listed, packable_modules, packed_layers, refusal, tied_names
 
 logger = logging.get_logger(__name__)
 METHOD = SparsityConfig.quant_method
@@ -91,6 +91,13 @@ class Sparse24HfQuantizer(HfQuantizer):
         if self.refused:
             raise refusal(self.refused, self.quantization_config)
         check_packed_layers(model)
+        kept = packed_layers(model)
+        if not kept and not self.pre_quantized and self.quantization_config.on_dense == "raise":
+            raise ValueError(f"no weight was packed: {listed(self.left_dense) or 'no targeted module is a Linear with a weight of its own'}")
+        if not kept:
+            warnings.warn(f"no layer is kept packed: {listed(self.left_dense)}", stacklevel=2)
+        if not self.pre_quantized:
+            self.quantization_config.global_sparsity = round(left_out(model) / max(1, _num_parameters(model)), 6)
         mark_as_packed(model, self)
         if self.left_dense:
             logger.info(f"{len(self.left_dense)} packed or targeted weights were left dense: {listed(self.left_dense)}")
