@@ -26,6 +26,7 @@ from transformers.utils import logging
 from hf_sparse24 import hub
 from hf_sparse24.checkpoint import INDEX_NAME, WEIGHTS_NAME, write_json
 from hf_sparse24.config import SparsityConfig
+from hf_sparse24.integration import adapters
 from hf_sparse24.integration.plan import Weight, plan_weights
 from hf_sparse24.integration.quantizer import Sparse24HfQuantizer
 from hf_sparse24.staging import staged
@@ -44,6 +45,7 @@ def install() -> None:
             wrapped = _as_method(wrapper, original)
             wrapped._sparse24_original = original
             setattr(PreTrainedModel, name, wrapped)
+    adapters.install()
 
 
 def uninstall() -> None:
