@@ -71,7 +71,7 @@ def push_folder(
         ValueError: The existing README.md cannot be parsed, or `private=True` and the repository is public; nothing was uploaded.
     """
     folder = Path(folder)
-    contents, card = inspect_folder(folder), _read_card(folder / CARD_NAME)  # refuse before there is a repository
+    contents, card = _inspect(folder), _read_card(folder / CARD_NAME)  # refuse before there is a repository
     names = set(files) if files is not None else {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     names = {name for name in names if not re.search(r"(^|/)\.", name)} - {CARD_NAME}
 
@@ -126,15 +126,11 @@ def card_for(
     """
     folder = Path(folder)
     old = _parse_card(existing, "existing") if existing is not None else None
-    return _card({**inspect_folder(folder), "repo_id": repo_id or folder.resolve().name}, base_model, old, tags)
+    return _card({**_inspect(folder), "repo_id": repo_id or folder.resolve().name}, base_model, old, tags)
 
 
-def inspect_folder(folder: Path) -> dict[str, Any]:
-    """What the card says of a checkpoint, from headers, file sizes and config.json; the template has the names.
-
-    Raises:
-        CheckpointError: The folder is damaged, or its config.json does not say that weights are packed.
-    """
+def _inspect(folder: Path) -> dict[str, Any]:
+    """What the card says of a checkpoint, from headers, file sizes and config.json, by the names that the template has for it."""
     with open_checkpoint(folder) as checkpoint:
         packed = find_packed(checkpoint.tensors, checkpoint.file_of, declared=True)
         if not packed:

@@ -84,9 +84,19 @@ def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, s
     with staged(Path(save_directory), variant) as stage:
         _original("save_pretrained")(_view(model, config), stage, state_dict={}, push_to_hub=False, **arguments)
         _write_shards(weights, stage, max_shard_size, variant, model.num_parameters())
+        written = [path.relative_to(stage).as_posix() for path in stage.rglob("*") if path.is_file()]
     if push_to_hub:
         repo_id = extra.pop("repo_id", Path(save_directory).name)
-        hub.push_folder(Path(save_directory), repo_id, token=arguments["token"], **extra)
+        _push(model, save_directory, repo_id, files=written, token=arguments["token"], **extra)
+
+
+def _push(model: PreTrainedModel, folder: str | os.PathLike, repo_id: str, tags: list[str] | str | None = None, **kwargs: Any) -> Any:
+    """Upload a saved model, with what only the model knows: its tags, and what it was loaded from."""
+    tags = [*(model.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]
+    # What a packed model was loaded from is a packed checkpoint already, not the model that it was made of.
+    kept = isinstance(getattr(model, "hf_quantizer", None), Sparse24HfQuantizer)
+    base_model = None if kept else model.config._name_or_path
+    return hub.push_folder(Path(folder), repo_id, tags=tags, base_model=base_model, **kwargs)
 
 
 def _as_method(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Any:
@@ -120,11 +130,12 @@ def _push_to_hub(original: Callable[..., Any], model: PreTrainedModel, *args: An
         return original(model, *args, **kwargs)
     if sparsity_config is None:
         sparsity_config = model.hf_quantizer.quantization_config
-    repo_id = kwargs.pop("repo_id", None) or args[0]
-    saving = {key: kwargs.pop(key) for key in ("max_shard_size", "variant") if key in kwargs}
+    arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    arguments.pop("self")
+    saving = {"max_shard_size": arguments.pop("max_shard_size")} if "max_shard_size" in arguments else {}
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(model, folder, sparsity_config, **saving)
-        return hub.push_folder(folder, repo_id, **kwargs)
+        return _push(model, folder, **arguments)
 
 
 def _refuse(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
@@ -136,6 +147,8 @@ def _refuse(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
         raise ValueError("this model carries a PEFT adapter, of which save_pretrained stores nothing else: merge or delete it first")
     if arguments.get("distributed_checkpoint"):
         raise ValueError("distributed_checkpoint=True cannot be combined with sparsity_config: save dense, then compress the folder")
+    if arguments["push_to_hub"] and arguments["variant"]:
+        raise ValueError(f"a variant cannot be pushed, got variant={arguments['variant']!r}: save it, then upload it with `hf upload`")
     if os.path.isfile(arguments["save_directory"]):
         raise ValueError(f"{arguments['save_directory']} is a file, expected a folder")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
