@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import modeling_utils
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -44,7 +45,12 @@ def install() -> None:
         register_quantizer(METHOD)(Sparse24HfQuantizer)
     for wrap in (_get_hf_quantizer, _convert_and_load, _log_state_dict_report):
         name = wrap.__name__.removeprefix("_") if wrap is not _convert_and_load else "convert_and_load_state_dict_in_model"
-        original = getattr(modeling_utils, name)
+        original = getattr(modeling_utils, name, None)
+        if original is None:
+            raise ImportError(
+                f"transformers {transformers.__version__} has no modeling_utils.{name}, which hf-sparse24 needs: "
+                "install the newest hf-sparse24, or an older transformers"
+            )
         if not hasattr(original, "_sparse24_original"):
             wrapped: Any = functools.wraps(original)(functools.partial(wrap, original))
             wrapped._sparse24_original = original
@@ -72,7 +78,9 @@ def _get_hf_quantizer(
         return original(_without_our_config(config), quantization_config, device_map, *args, **kwargs)
     _warn_of_ignored_options(quantization_config)
     sparsity = parsed.sparsity
-    if not _keeps_packed(getattr(quantization_config, "run_compressed", None), sparsity.run_compressed):
+    own = getattr(config, "quantization_config", None)  # of a model that was loaded before, or a dict that says how to load
+    stored = own.run_compressed if isinstance(own, SparsityConfig) else sparsity.run_compressed
+    if not _keeps_packed(getattr(quantization_config, "run_compressed", None), stored):
         return original(_without_our_config(config), None, device_map, *args, **kwargs)
     config = copy.copy(config)
     sparsity.run_compressed = True
