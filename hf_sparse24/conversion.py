@@ -1,6 +1,5 @@
 """Packing and unpacking checkpoint folders without the model: shard by shard, every other file carried over."""
 
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
@@ -43,12 +43,13 @@ def compress_folder(source: str | Path, out: str | Path, config: SparsityConfig 
 
     Raises:
         ValueError: A targeted weight does not fit (named), targets match nothing, or they are classes of a model that
-            Transformers does not know.
+            Transformers does not know; `out` is not empty, or inside the source.
         CheckpointError: The source is damaged, quantised, or packed already.
     """
     config = config or Sparse24Config()
     if isinstance(config, DenseSparsityConfig):
         raise ValueError("the format dense packs nothing: copy the folder instead")
+    out = _new_folder(out, source)
     with open_checkpoint(source) as checkpoint:
         if find_packed(checkpoint.tensors, checkpoint.file_of):
             raise CheckpointError(f"{source}: is packed already; decompress it first")
@@ -58,7 +59,7 @@ def compress_folder(source: str | Path, out: str | Path, config: SparsityConfig 
         chosen = _choose(checkpoint, config)
         compressor = SPARSITY_COMPRESSORS[config.format]
         left_out, elements = 0, 0
-        with staged(_new_folder(out, source)) as stage:
+        with staged(out) as stage:
             weight_map: dict[str, str] = {}
             for file, names in logging.tqdm(checkpoint.shards.items(), desc="Packing shards"):
                 shard: dict[str, Tensor] = {}
@@ -86,7 +87,9 @@ def decompress_folder(source: str | Path, out: str | Path) -> None:
 
     Raises:
         CheckpointError: The source is damaged, in a form that cannot be read, or holds nothing packed.
+        ValueError: `out` is not empty, or inside the source.
     """
+    out = _new_folder(out, source)
     with open_checkpoint(source) as checkpoint:
         parse_config(checkpoint.config)
         packed = find_packed(checkpoint.tensors, checkpoint.file_of, declared=True)
@@ -95,7 +98,7 @@ def decompress_folder(source: str | Path, out: str | Path) -> None:
         dense = as_dense(checkpoint.tensors, packed)
         # A weight goes where its values were; its other parts may be in another shard.
         home = {name: checkpoint.shard_of(next(n for n in _names_of(name, "compressed") if n in checkpoint.tensors)) for name in packed}
-        with staged(_new_folder(out, source)) as stage:
+        with staged(out) as stage:
             weight_map: dict[str, str] = {}
             for file in logging.tqdm(checkpoint.shards, desc="Unpacking shards"):
                 names = [name for name in dense if home.get(name) == file or (name not in home and name in checkpoint.shards[file])]
@@ -108,18 +111,25 @@ def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
     """The checkpoint's model without weights, on the meta device.
 
     Raises:
-        ValueError: Transformers has no class of the name in `architectures`; custom code is not run.
+        ValueError: Transformers has no class of the name in `architectures` (custom code is not run), or config.json does not
+            describe a model of that class.
     """
-    names = checkpoint.config.get("architectures") or []
-    model_class = getattr(transformers, names[0], None) if names and re.fullmatch(r"\w+", str(names[0])) else None
+    names = checkpoint.config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    model_class = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ValueError(
-            f"{checkpoint.path}: Transformers has no model class {names[:1]}, so its layers' classes are unknown; give targets as tensor "
+            f"{checkpoint.path}: Transformers has no model class {name!r}, so its layers' classes are unknown; give targets as tensor "
             "names without '.weight', or as 're:PATTERN'"
         )
-    config = AutoConfig.for_model(**{k: v for k, v in without_sparsity(checkpoint.config).items() if k != "transformers_version"})
-    with torch.device("meta"):
-        return model_class(config)
+    fields = {key: value for key, value in without_sparsity(checkpoint.config).items() if key != "transformers_version"}
+    try:
+        config = AutoConfig.for_model(**fields)
+        with torch.device("meta"):
+            return model_class(config)
+    except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise CheckpointError(f"{checkpoint.path / CONFIG_NAME}: does not describe a {name}: {reason}") from error
 
 
 def _choose(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
@@ -162,10 +172,10 @@ def _select(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
 
 def _new_folder(out: str | Path, source: str | Path) -> Path:
     out = Path(out)
-    if out.resolve() == Path(source).resolve():
-        raise ValueError(f"{out}: the result needs a folder of its own")
-    if out.exists() and any(not path.name.startswith(STAGE_PREFIX) for path in out.iterdir()):
-        raise ValueError(f"{out}: exists and is not empty")
+    if Path(source).resolve() in (out.resolve(), *out.resolve().parents):
+        raise ValueError(f"{out}: the result needs a folder of its own, outside {source}")
+    if out.is_file() or (out.exists() and any(not path.name.startswith(STAGE_PREFIX) for path in out.iterdir())):
+        raise ValueError(f"{out}: exists and is not an empty folder; name a new one")
     return out
 
 

@@ -21,7 +21,7 @@ from hf_sparse24.config import CONFIGS, DenseSparsityConfig, Sparse24Config, Spa
 from hf_sparse24.conversion import compress_folder, decompress_folder
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.integration.plan import choose_weights, plan_weights
-from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, checkpoint_names, mark_as_packed
+from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, checkpoint_names, mark_as_packed, sparsity_of
 from hf_sparse24.linear import LAYERS
 from hf_sparse24.modules import listed, packed_layers, tied_names
 
@@ -119,7 +119,9 @@ class ModelCompressor:
             raise ValueError(f"none of the {len(chosen)} targeted modules is an nn.Linear, only those can be kept packed")
         for name in names:
             model.set_submodule(name, LAYERS[chosen[name]].from_linear(model.get_submodule(name)))
-        mark_as_packed(model, Sparse24HfQuantizer(self.sparsity_config, pre_quantized=True))
+        config = self.sparsity_config.model_copy(deep=True)
+        config.global_sparsity = sparsity_of(model)
+        mark_as_packed(model, Sparse24HfQuantizer(config, pre_quantized=True))
         model.hf_quantizer.kept = {f"{name}.weight": name for name in names}
         return model
 
@@ -190,9 +192,11 @@ def local_folder(path_or_repo_id: str | Path, **hub_kwargs: Any) -> Path:
         return Path(path_or_repo_id)
     try:
         return Path(snapshot_download(str(path_or_repo_id), allow_patterns=CHECKPOINT_PATTERNS, **hub_kwargs))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{path_or_repo_id} is neither a folder nor a repository that can be reached: {reason}") from error
+    except HFValidationError:
+        raise CheckpointError(f"{path_or_repo_id}: no such folder") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise CheckpointError(f"{path_or_repo_id} is neither a folder nor a repository that can be reached ({reason})") from error
 
 
 def require_same_tensors(model: nn.Module, tensors: Mapping[str, Any], where: str) -> None:

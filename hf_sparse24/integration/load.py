@@ -80,7 +80,9 @@ def _get_hf_quantizer(
     sparsity = parsed.sparsity
     own = getattr(config, "quantization_config", None)  # of a model that was loaded before, or a dict that says how to load
     stored = own.run_compressed if isinstance(own, SparsityConfig) else sparsity.run_compressed
-    if not _keeps_packed(getattr(quantization_config, "run_compressed", None), stored):
+    asked = getattr(quantization_config, "run_compressed", None)
+    if reason := why_unpacked(asked, stored):
+        logger.info(f"loading dense layers: {reason}")
         return original(_without_our_config(config), None, device_map, *args, **kwargs)
     config = copy.copy(config)
     sparsity.run_compressed = True
@@ -90,16 +92,18 @@ def _get_hf_quantizer(
     return quantizer, config, device_map
 
 
-def _keeps_packed(asked: bool | None, stored: bool | None) -> bool:
-    choice = asked if asked is not None else stored
-    if choice is not None:
-        return choice
-    reason = why_not_kept()
-    if reason:
-        logger.info(
-            f"loading dense layers, because {reason}; pass quantization_config=Sparse24Config(run_compressed=True) to keep them packed"
-        )
-    return reason is None
+def why_unpacked(asked: bool | None, stored: bool | None) -> str | None:
+    """Why a packed checkpoint is loaded into dense layers, or None if its layers stay packed.
+
+    Args:
+        asked: `run_compressed` of the `quantization_config` that is passed to `from_pretrained`.
+        stored: The same in the checkpoint's config.json.
+    """
+    if asked is not None:
+        return None if asked else "run_compressed=False was passed"
+    if stored is not None:
+        return None if stored else "config.json says run_compressed: false"
+    return why_not_kept()
 
 
 def _warn_of_ignored_options(quantization_config: Any) -> None:

@@ -99,7 +99,7 @@ class Sparse24HfQuantizer(HfQuantizer):
         if not kept:
             warnings.warn(f"no layer is kept packed: {listed(self.left_dense)}", stacklevel=2)
         if not self.pre_quantized:
-            self.quantization_config.global_sparsity = round(left_out(model) / max(1, _num_parameters(model)), 6)
+            self.quantization_config.global_sparsity = sparsity_of(model)
         mark_as_packed(model, self)
         if self.left_dense:
             logger.info(f"{len(self.left_dense)} packed or targeted weights were left dense: {listed(self.left_dense)}")
@@ -243,7 +243,7 @@ def _why_dense(model: PreTrainedModel, parameter: str, name: str, target: str, w
     except AttributeError:
         return f"the model has no module {name}"
     if type(module) is not nn.Linear:
-        return f"{name} is a {type(module).__name__}, not a Linear"
+        return f"a {type(module).__name__}, not a Linear"
     if tied:
         return "tied to another parameter"
     if tuple(module.weight.shape) != weight.shape:
@@ -315,6 +315,11 @@ def mark_as_packed(model: PreTrainedModel, quantizer: Sparse24HfQuantizer) -> No
     model.quantization_method = METHOD
     # Counts of what the checkpoint stands for, in its index file, too.  A partial survives deepcopy and pickle.
     model.num_parameters = functools.partial(_num_parameters, model)
+
+
+def sparsity_of(model: PreTrainedModel) -> float:
+    """Weights that packed layers leave out, over all parameters, as it is stored in the config."""
+    return round(left_out(model) / max(1, _num_parameters(model)), 6)
 
 
 def _num_parameters(model: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

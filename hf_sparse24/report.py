@@ -1,0 +1,287 @@
+"""What a checkpoint folder holds: the structure and the bytes of every weight, and what `from_pretrained` makes of it here.
+
+The tensors are read one at a time; a packed weight is unpacked to be looked at, and dropped.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import logging
+
+from hf_sparse24.checkpoint import Checkpoint, PackedSlice, as_dense, find_packed, open_checkpoint, size_bytes
+from hf_sparse24.config import DenseSparsityConfig, ParsedConfig, parse_config
+from hf_sparse24.conversion import skeleton
+from hf_sparse24.integration.load import why_unpacked
+from hf_sparse24.integration.quantizer import checkpoint_names, place_packed_layers
+from hf_sparse24.model_compressor import local_folder
+from hf_sparse24.pattern import structure
+
+COLUMNS = ("weight", "module", "shape", "dtype", "stored as", "structure", "zeros", "bytes", "of dense", "on load")
+NUMERIC = {"zeros", "bytes", "of dense"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers and bytes, from headers alone.  `stored` is what the tensors take in the files, `dense` what they would take unpacked."""
+
+    num_files: int
+    file_bytes: int
+    num_weights: int
+    num_packed: int
+    stored_bytes: int
+    dense_bytes: int
+    packed_stored_bytes: int
+    packed_dense_bytes: int
+
+
+@dataclass(frozen=True)
+class OnLoad:
+    """What becomes of a weight: `layer` is "packed", "dense", or "other" where that is not ours to say."""
+
+    layer: str
+    reason: str
+    keepable: bool
+    """Whether `run_compressed=True` keeps it packed."""
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """One tensor of the dense checkpoint that the folder stands for."""
+
+    name: str
+    module: str
+    """Class of the module that owns it, empty if that is not known."""
+    shape: tuple[int, ...]
+    dtype: str
+    format: str
+    structure: str
+    zeros: int
+    elements: int
+    stored_bytes: int
+    dense_bytes: int
+    on_load: OnLoad
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """Every weight of a folder."""
+
+    path: str
+    architecture: str | None
+    format: str | None
+    """What config.json says; the files decide."""
+    sizes: Sizes
+    weights: tuple[WeightReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+
+def inspect_folder(path_or_repo_id: str | Path, **hub_kwargs: Any) -> FolderReport:
+    """Read a checkpoint and say what is in it.
+
+    Args:
+        path_or_repo_id: Folder, or repository on the Hub.
+        hub_kwargs: Those of `huggingface_hub.snapshot_download`.
+
+    Raises:
+        CheckpointError: The folder is damaged or in a form that cannot be read.
+    """
+    with open_checkpoint(local_folder(path_or_repo_id, **hub_kwargs)) as checkpoint:
+        parsed, packed = _find(checkpoint)
+        dense = as_dense(checkpoint.tensors, packed)
+        modules, on_load = _outcomes(checkpoint, parsed, packed, list(dense))
+        reading = logging.tqdm(dense.items(), desc="Reading weights")
+        weights = tuple(_describe(name, value, modules.get(name, ""), on_load[name]) for name, value in reading)
+        names = checkpoint.config.get("architectures")
+        return FolderReport(
+            path=str(path_or_repo_id),
+            architecture=names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None,
+            format=parsed.sparsity.format if parsed.sparsity else None,
+            sizes=_sizes(checkpoint, packed),
+            weights=weights,
+        )
+
+
+def measure_folder(path: str | Path) -> Sizes:
+    """The sizes of a checkpoint folder, without reading weights.
+
+    Raises:
+        CheckpointError: As for `inspect_folder`.
+    """
+    with open_checkpoint(path) as checkpoint:
+        return _sizes(checkpoint, _find(checkpoint)[1])
+
+
+def render_table(report: FolderReport) -> str:
+    """The report as text.  Weights that differ only by a number in their names share a row: `layers.0-29.mlp.up_proj.weight`."""
+    groups: dict[tuple, list[WeightReport]] = defaultdict(list)
+    for weight in report.weights:
+        kind = (weight.module, weight.shape, weight.dtype, weight.format, weight.structure, weight.on_load)
+        groups[(re.sub(r"\d+", "#", weight.name), *kind)].append(weight)
+    return "\n".join([render_columns(COLUMNS, map(_row, groups.values()), NUMERIC), "", *_summary(report)])
+
+
+def render_columns(header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[str] = ()) -> str:
+    """Aligned columns; those named in `numeric` to the right."""
+    table = [header, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    right = [name in set(numeric) for name in header]
+    lines = [
+        "  ".join(cell.rjust(width) if is_right else cell.ljust(width) for cell, width, is_right in zip(row, widths, right, strict=True))
+        for row in table
+    ]
+    return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def show_bytes(size_bytes: int) -> str:
+    """`269.1 MB`; decimal, as on the Hub."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if size_bytes >= 10**power:
+            return f"{size_bytes / 10**power:.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------------
+
+
+def _find(checkpoint: Checkpoint) -> tuple[ParsedConfig, dict[str, PackedSlice]]:
+    parsed = parse_config(checkpoint.config)
+    return parsed, find_packed(checkpoint.tensors, checkpoint.file_of, declared=parsed.sparsity is not None)
+
+
+def _sizes(checkpoint: Checkpoint, packed: Mapping[str, PackedSlice]) -> Sizes:
+    dense = as_dense(checkpoint.tensors, packed)
+    packed_stored, packed_dense = sum(w.stored_bytes for w in packed.values()), sum(size_bytes(w) for w in packed.values())
+    dense_bytes = sum(size_bytes(value) for value in dense.values() if not isinstance(value, Tensor))  # none is: files hold slices
+    return Sizes(
+        num_files=len(checkpoint.shards),
+        file_bytes=sum((checkpoint.path / file).stat().st_size for file in checkpoint.shards),
+        num_weights=len(dense),
+        num_packed=len(packed),
+        stored_bytes=dense_bytes - packed_dense + packed_stored,
+        dense_bytes=dense_bytes,
+        packed_stored_bytes=packed_stored,
+        packed_dense_bytes=packed_dense,
+    )
+
+
+def _describe(name: str, value: Any, module: str, on_load: OnLoad) -> WeightReport:
+    tensor = value[...]
+    found = structure(tensor)
+    is_packed = isinstance(value, PackedSlice)
+    return WeightReport(
+        name=name,
+        module=module,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        format=value.compressor.format if is_packed else DenseSparsityConfig.format,
+        structure=found.kind,
+        zeros=found.zeros,
+        elements=found.elements,
+        stored_bytes=value.stored_bytes if is_packed else tensor.nbytes,
+        dense_bytes=tensor.nbytes,
+        on_load=on_load,
+    )
+
+
+# ---- what loading will do ------------------------------------------------------------------------------------------------
+
+
+def _outcomes(
+    checkpoint: Checkpoint, parsed: ParsedConfig, packed: Mapping[str, PackedSlice], names: list[str]
+) -> tuple[dict[str, str], dict[str, OnLoad]]:
+    """Module class, and what becomes of it, by weight."""
+    stock = "quantised by another method, which Transformers opens"
+    if parsed.quantized or (parsed.sparsity is None and "quantization_config" in checkpoint.config):
+        return {}, dict.fromkeys(names, OnLoad("other", stock, False))
+    try:
+        model = skeleton(checkpoint)
+    except ValueError as error:
+        unknown = OnLoad("other", str(error), False)
+        return {}, {name: unknown if name in packed else OnLoad("dense", "stored dense", False) for name in names}
+    owners = {name: (target.rpartition(".")[0], merged) for name, (target, merged) in checkpoint_names(model, names).items()}
+    classes = {name: type(module).__name__ for name, module in model.named_modules()}
+    modules = {name: classes.get(owner, "") for name, (owner, _) in owners.items()}
+    kept, left_dense = place_packed_layers(model, packed, get_model_conversion_mapping(model))
+    why = _why_unpacked(parsed)
+    outcomes = dict.fromkeys(names, OnLoad("dense", "stored dense", False))
+    outcomes |= {name: OnLoad("dense", reason, False) for name, reason in left_dense.items()}
+    outcomes |= dict.fromkeys(kept, OnLoad("packed" if why is None else "dense", why or "packed layers are faster here", True))
+    return modules, outcomes
+
+
+def _why_unpacked(parsed: ParsedConfig) -> str | None:
+    """Why `from_pretrained`, without options, unpacks every packed weight; None if it keeps those of `nn.Linear`."""
+    if parsed.sparsity is None or isinstance(parsed.sparsity, DenseSparsityConfig):
+        return "config.json does not say that weights are packed"
+    return why_unpacked(None, parsed.sparsity.run_compressed)
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------------
+
+
+def _row(group: list[WeightReport]) -> tuple[str, ...]:
+    first = group[0]
+    stored, dense = sum(w.stored_bytes for w in group), sum(w.dense_bytes for w in group)
+    zeros, elements = sum(w.zeros for w in group), sum(w.elements for w in group)
+    shape = "x".join(map(str, first.shape)) or "scalar"
+    return (
+        _shared_name([w.name for w in group]),
+        first.module or "?",
+        shape if len(group) == 1 else f"{len(group)} of {shape}",
+        first.dtype,
+        first.format,
+        first.structure,
+        f"{zeros / elements:.1%}" if elements else "-",
+        show_bytes(stored),
+        f"{stored / dense:.4f}" if dense else "-",
+        first.on_load.layer,
+    )
+
+
+def _shared_name(names: list[str]) -> str:
+    """`a.0.b`, `a.1.b`, `a.3.b` -> `a.0-1,3.b`; `*` where the numbers do not combine freely."""
+    texts = re.split(r"\d+", names[0])
+    numbers = [sorted(set(column)) for column in zip(*([int(n) for n in re.findall(r"\d+", name)] for name in names), strict=True)]
+    free = prod(map(len, numbers)) == len(names)
+    shown = [_ranges(column) if free or len(column) == 1 else "*" for column in numbers]
+    return "".join(part for pair in zip(texts, [*shown, ""], strict=True) for part in pair)
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _summary(report: FolderReport) -> list[str]:
+    sizes = report.sizes
+    files = f"{sizes.num_weights} weights in {sizes.num_files} files"
+    lines = [
+        f"{report.path}: {report.architecture or 'no architecture'}, config.json says {report.format or 'nothing of sparsity'}",
+        f"{files}: {show_bytes(sizes.stored_bytes)}, dense {show_bytes(sizes.dense_bytes)}",
+    ]
+    if sizes.num_packed:
+        share = sizes.packed_stored_bytes / max(1, sizes.packed_dense_bytes)
+        packed = f"{show_bytes(sizes.packed_stored_bytes)}, dense {show_bytes(sizes.packed_dense_bytes)}, a share of {share:.4f}"
+        lines += [f"{sizes.num_packed} of them packed: {packed}"]
+    for on_load, number in Counter(w.on_load for w in report.weights if w.format != DenseSparsityConfig.format).items():
+        keep = "; run_compressed=True keeps them packed" if on_load.keepable and on_load.layer == "dense" else ""
+        lines += [f"on load here, {number} packed weights become {on_load.layer} layers: {on_load.reason}{keep}"]
+    dense_linears = [w for w in report.weights if w.module == "Linear" and w.format == DenseSparsityConfig.format]
+    if number := sum(w.structure in ("2:4", "1:4") for w in dense_linears):
+        lines += [f"{number} weights are 2:4 and stored dense: hf-sparse24 compress packs them"]
+    return lines
