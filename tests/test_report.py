@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from hf_sparse24 import CheckpointError, Sparse24Config, report
 from hf_sparse24.checkpoint import name_of_part
 from hf_sparse24.compressors import Sparse24Compressor
+from hf_sparse24.integration import load
 from hf_sparse24.report import Sizes, inspect_folder, measure_folder, render_columns, render_table, show_bytes
 from tests.models import FAMILIES, llama, load_kept, packed_names
 
@@ -20,7 +21,7 @@ NO_GPU = "no GPU is visible"
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     """The same answers on a machine that has one."""
-    monkeypatch.setattr(report, "why_not_kept", lambda: NO_GPU)
+    monkeypatch.setattr(load, "why_not_kept", lambda: NO_GPU)
 
 
 def weights_of(folder):
@@ -101,7 +102,7 @@ def test_packed_weights_become_dense_where_there_is_no_gpu(golden):
 
 
 def test_packed_weights_stay_packed_where_a_kernel_runs(golden, monkeypatch):
-    monkeypatch.setattr(report, "why_not_kept", lambda: None)
+    monkeypatch.setattr(load, "why_not_kept", lambda: None)
     layers = {weight.format: weight.on_load.layer for weight in inspect_folder(golden / "sparse-24-bitmask").weights}
     assert layers == {"dense": "dense", "sparse-24-bitmask": "packed"}
 
