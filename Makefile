@@ -8,11 +8,11 @@ GUARD_READY := .venv-ct/.ready
 # 0.19 is the last for Python 3.10.
 GUARD_PACKAGES := "compressed-tensors==0.20.1; python_version >= '3.11'" "compressed-tensors==0.19.0; python_version < '3.11'" loguru==0.7.3
 
-# Two processes of one thread each, on two cores.  Nothing is fetched from the Hub: tests/hub_server.py is one, on this machine,
-# and gives the processes that talk to it an environment without HF_HUB_OFFLINE.
 # Threads that wait for each other sleep: others may need the cores.
 export OMP_WAIT_POLICY := PASSIVE
 
+# Two processes of one thread each, on two cores.  Nothing is fetched from the Hub: tests/hub_server.py is one, on this machine,
+# and gives the processes that talk to it an environment without HF_HUB_OFFLINE.
 PYTEST := HF_HUB_OFFLINE=1 HF_SPARSE24_TEST_CT=$(CURDIR)/.venv-ct OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: demo test check test-gpu bench test-517 clean
