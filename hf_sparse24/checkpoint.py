@@ -99,6 +99,9 @@ class PackedSlice:
             self.compressor.check_parts({part: _spec(value) for part, value in parts.items()}, self.shape)
         except PackedTensorError as error:
             raise self._error(str(error)) from None
+        # Files write (2, 1) or (2,): layers and what is written again have the format's own form.
+        written = self.compressor.part_specs(self.shape, torch.float32, self.num_values)["shape"][1]
+        self.parts["shape"] = TensorSlice(torch.tensor(self.shape, dtype=torch.int64).view(written))
 
     def get_shape(self) -> list[int]:
         """Sizes of the dense weight."""

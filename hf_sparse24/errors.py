@@ -1,4 +1,18 @@
-"""The one exception of the package that is not a builtin."""
+"""The one exception of the package that is not a builtin, and the one way in which it warns."""
+
+import sys
+import warnings
+
+# Frames in whose files a user would look in vain for what caused a warning.
+OURS = ("hf_sparse24", "transformers", "contextlib")
+
+
+def warn(message: str) -> None:
+    """Warn at the first line outside of this package and Transformers."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 class CheckpointError(ValueError):

@@ -6,7 +6,7 @@ The parts are the module's parameters, under the names that the checkpoint uses:
 no conversion.  `weight` answers like the parameter of an `nn.Linear` and is unpacked when its values are asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -23,15 +23,14 @@ class PackedWeight(Tensor):
     Writing to it would be lost, so it is refused: PEFT's `merge_and_unload` does `layer.weight.data += delta`.
     """
 
-    layer: "PackedLinear"
+    unpack: Callable[[], Tensor]
     _is_hf_initialized: bool
 
     @staticmethod
-    def __new__(cls, layer: "PackedLinear") -> "PackedWeight":
-        """A view of a layer's weight; nothing is unpacked yet."""
-        size = (layer.out_features, layer.in_features)
-        view = Tensor._make_wrapper_subclass(cls, size, dtype=layer.compressed.dtype, device=layer.compressed.device)
-        view.layer = layer
+    def __new__(cls, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, unpack: Callable[[], Tensor]) -> "PackedWeight":
+        """A view of the values that `unpack` returns; it is not called yet."""
+        view = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        view.unpack = unpack
         view._is_hf_initialized = True  # Transformers' initialisers pass over such tensors
         return view
 
@@ -41,8 +40,14 @@ class PackedWeight(Tensor):
         for argument, value in (*zip(func._schema.arguments, args, strict=False), *_named(func._schema.arguments, kwargs)):
             if isinstance(value, PackedWeight) and argument.alias_info is not None and argument.alias_info.is_write:
                 raise RuntimeError(_READ_ONLY.format(what=f"{func._schema.name} on"))
-        args, kwargs = tree_map_only(PackedWeight, lambda view: view.layer.unpack(), (args, kwargs))
-        return func(*args, **kwargs)
+        args, kwargs = tree_map_only(PackedWeight, lambda view: view.unpack(), (args, kwargs))
+        result = func(*args, **kwargs)
+        # A view of the unpacked values is as temporary as they are: writing to it would be lost, too.
+        return tree_map_only(Tensor, cls._read_only, result) if func.is_view else result
+
+    @classmethod
+    def _read_only(cls, values: Tensor) -> "PackedWeight":
+        return cls(tuple(values.shape), values.dtype, values.device, lambda: values)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise RuntimeError(_READ_ONLY.format(what="assigning to elements of"))
@@ -57,7 +62,7 @@ class PackedWeight(Tensor):
         raise RuntimeError(_READ_ONLY.format(what="assigning to"))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, {self.layer.compressor.format})"
+        return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
 _READ_ONLY = (
@@ -168,7 +173,7 @@ class PackedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weight as a read-only tensor."""
-        return PackedWeight(self)
+        return PackedWeight((self.out_features, self.in_features), self.compressed.dtype, self.compressed.device, self.unpack)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features)."""

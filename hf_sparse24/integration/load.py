@@ -11,7 +11,6 @@ import copy
 import functools
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from transformers.utils import logging
 
 from hf_sparse24.checkpoint import CONFIG_NAME, INDEX_NAME, PART_SUFFIXES, WEIGHTS_NAME, as_dense, find_packed, open_checkpoint
 from hf_sparse24.config import CONFIG_KEYS, DenseSparsityConfig, SparsityConfig, parse_config
-from hf_sparse24.errors import CheckpointError
+from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer
 from hf_sparse24.kernels.dispatch import why_not_kept
 from hf_sparse24.modules import listed, tied_names
@@ -110,9 +109,7 @@ def _warn_of_ignored_options(quantization_config: Any) -> None:
     if isinstance(quantization_config, SparsityConfig):
         ignored = quantization_config.model_fields_set - {"run_compressed"}
         if ignored:
-            warnings.warn(
-                f"this checkpoint is packed already: {', '.join(sorted(ignored))} of the quantization_config is ignored", stacklevel=4
-            )
+            warn(f"this checkpoint is packed already: {', '.join(sorted(ignored))} of the quantization_config is ignored")
 
 
 def _without_our_config(config: Any) -> Any:

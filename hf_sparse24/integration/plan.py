@@ -4,7 +4,6 @@ Nothing is packed here.  A plan holds headers, and functions that read or pack a
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from hf_sparse24.checkpoint import name_of_part
 from hf_sparse24.compressors import SPARSITY_COMPRESSORS, BaseSparsityCompressor
 from hf_sparse24.compressors.base import STORABLE_DTYPES
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config
+from hf_sparse24.errors import warn
 from hf_sparse24.integration.quantizer import warn_left_dense
 from hf_sparse24.linear import PackedLinear
 from hf_sparse24.modules import LISTED, left_out, listed, match_modules, packed_layers, refusal, tied_names, unused_ignores
@@ -137,7 +137,7 @@ def _plan(model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str,
     if not detect:
         warn_left_dense(left_dense)
     if unused := unused_ignores(modules, config, aliases):
-        warnings.warn(f"entries of ignore that match no module: {', '.join(unused)}", stacklevel=4)
+        warn(f"entries of ignore that match no module: {', '.join(unused)}")
     return _Plan(config, weights, formats, kept, detect, headers, stored_name)
 
 
@@ -148,6 +148,10 @@ def _stored_tensors(
     source = dict(state_dict if state_dict is not None else model.state_dict())
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         source.pop(name, None)
+    # Transformers finds tied tensors by their memory, which offloaded ones do not have.
+    for name, same in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if name in source and same in source and source[name].device.type == source[same].device.type == "meta":
+            del source[name]
     source = remove_tied_weights_from_state_dict(source, model)
     source = {name: source[name] for name in sorted(source, key=dot_natural_key)}
     # The names first, with empty tensors: what an operation merges or splits is then known, and read once, below.

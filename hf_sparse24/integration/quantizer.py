@@ -10,7 +10,6 @@ Dense loading needs none of this: there, Transformers sees the dense checkpoint 
 
 import copy
 import functools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,8 @@ from transformers.utils import logging
 from hf_sparse24.checkpoint import PackedSlice, find_packed, name_of_part, open_file
 from hf_sparse24.compressors import SPARSITY_COMPRESSORS, PackedTensorError
 from hf_sparse24.config import SparsityConfig
-from hf_sparse24.errors import CheckpointError
+from hf_sparse24.errors import CheckpointError, warn
+from hf_sparse24.kernels.dispatch import why_not_kept
 from hf_sparse24.linear import LAYERS
 from hf_sparse24.modules import left_out, listed, packable_modules, packed_layers, refusal, tied_names
 
@@ -97,10 +97,12 @@ class Sparse24HfQuantizer(HfQuantizer):
                 f"no weight was packed: {listed(self.left_dense) or 'no targeted Linear has a weight of its own'}"
             )
         if not kept:
-            warnings.warn(f"no layer is kept packed: {listed(self.left_dense)}", stacklevel=2)
+            warn(f"no layer is kept packed: {listed(self.left_dense)}")
         if not self.pre_quantized:
             self.quantization_config.global_sparsity = sparsity_of(model)
         mark_as_packed(model, self)
+        if kept and (reason := why_not_kept()):
+            logger.warning_once(f"packed layers unpack their weight for every call, because {reason}")
         if self.left_dense:
             logger.info(f"{len(self.left_dense)} packed or targeted weights were left dense: {listed(self.left_dense)}")
         return model
@@ -223,13 +225,16 @@ def place_packed_layers(
         if reason:
             left_dense[parameter] = reason
             continue
+        kept[parameter] = name
+        _replace(model, name, weight)
+    # Renaming looks at what the model expects: by now, parts.
+    rename = _renamer(model, conversions)
+    for parameter, name in kept.items():
         part, part_merged = rename(name_of_part(parameter, "compressed"))
         if part != f"{name}.compressed" or part_merged:
             raise CheckpointError(
-                f"Transformers loads {parameter} as {target}, but its part as {part}: open this checkpoint with run_compressed=False"
+                f"Transformers loads {parameter} as {name}.weight, but its part as {part}: open this checkpoint with run_compressed=False"
             )
-        kept[parameter] = name
-        _replace(model, name, weight)
     return kept, left_dense
 
 
@@ -336,4 +341,4 @@ def _num_parameters(model: PreTrainedModel, only_trainable: bool = False, exclud
 def warn_left_dense(left_dense: Mapping[str, str]) -> None:
     """One warning with the targeted weights that are stored dense."""
     if left_dense:
-        warnings.warn(f"{len(left_dense)} targeted weights are stored dense: {listed(left_dense)}", stacklevel=3)
+        warn(f"{len(left_dense)} targeted weights are stored dense: {listed(left_dense)}")

@@ -143,7 +143,8 @@ def _refuse(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
     if quantizer is not None and not isinstance(quantizer, Sparse24HfQuantizer):
         method = quantizer.quantization_config.quant_method
         raise ValueError(f"this model is quantised with {getattr(method, 'value', method)}: dequantize it before it can be stored sparse")
-    if getattr(model, "_hf_peft_config_loaded", False):
+    adapters = any(type(module).__module__.startswith("peft.") for module in model.modules())
+    if adapters or getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError("this model carries a PEFT adapter, of which save_pretrained stores nothing else: merge or delete it first")
     if arguments.get("distributed_checkpoint"):
         raise ValueError("distributed_checkpoint=True cannot be combined with sparsity_config: save dense, then compress the folder")
