@@ -173,7 +173,10 @@ def _stored_tensors(
 
 def _read(model: PreTrainedModel, name: str | None, tensor: Tensor) -> Tensor:
     """The values of a tensor, those of an offloaded one included."""
-    return load_offloaded_parameter(model, name) if tensor.device.type == "meta" else tensor
+    if tensor.device.type != "meta":
+        return tensor
+    # Transformers < 5.14 reads every offloaded tensor in the model's dtype, bitmasks too (their values are exact in it).
+    return load_offloaded_parameter(model, name).to(tensor.dtype)
 
 
 def _choose_formats(

@@ -357,7 +357,7 @@ def test_shape_outside_the_layout_is_refused_by_every_function(dtype, shape, mes
 
 
 def test_unknown_dtype_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="dtype must be one of float16, bfloat16, .*, got torch.float64"):
+    with pytest.raises(ValueError, match=r"dtype must be one of float16, bfloat16, .*, got torch.float64"):
         semi_structured_from_dense(torch.zeros(32, 64, dtype=torch.float64))
 
 
@@ -377,7 +377,7 @@ def test_tensors_that_do_not_belong_together_are_refused():
         to_semi_structured(compressed, bitmask, (32, 128))
     with pytest.raises(ValueError, match=r"bitmask must be torch.uint8 of shape \(32, 8\), got torch.uint8 of shape \(32, 7\)"):
         to_semi_structured(compressed, bitmask[:, :7], shape)
-    with pytest.raises(ValueError, match="bitmask must be torch.uint8 .* got torch.int8"):
+    with pytest.raises(ValueError, match=r"bitmask must be torch.uint8 .* got torch.int8"):
         to_semi_structured(compressed, bitmask.view(torch.int8), shape)
     with pytest.raises(ValueError, match=r"metadata must be torch.int16 of shape \(32, 4\), got torch.int32"):
         from_semi_structured(values, metadata.int())
