@@ -12,6 +12,8 @@ What is packed is decided by the tensors' names, never by `config.json` (docs/fo
 """
 
 import json
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -34,8 +36,14 @@ from hf_sparse24.errors import CheckpointError
 
 PART_SUFFIXES = ("compressed", "bitmask", "row_offsets", "shape")
 CONFIG_NAME = "config.json"
+# Stands in a folder while files are moved into it (staging.py).
+INCOMPLETE_NAME = ".hf-sparse24-incomplete"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+# More sizes than any weight has; a longer `shape` is not read.
+MAX_AXES = 8
+MAX_NESTING = 100
+SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 PICKLE_NAMES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -69,7 +77,7 @@ class TensorSlice:
 
     def get_dtype(self) -> str:
         """safetensors' name of the dtype."""
-        return next(name for name, dtype in DTYPES.items() if dtype == self.tensor.dtype)
+        return next((name for name, dtype in DTYPES.items() if dtype == self.tensor.dtype), str(self.tensor.dtype))
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.tensor[index]
@@ -87,13 +95,18 @@ class PackedSlice:
         CheckpointError: The headers of the parts disagree; nothing but `shape` was read.
     """
 
-    def __init__(self, name: str, parts: Mapping[str, Slice], where: str):
+    def __init__(self, name: str, parts: Mapping[str, Slice], where: str, base: str | None = None):
         self.name, self.parts, self.where = name, dict(parts), where
+        self.base = base or name.removesuffix(".weight")
+        """What stands before the suffixes of its parts."""
         self.device: torch.device | None = None
         """Where to unpack; None is the CPU."""
         self.compressor = _compressor_of(parts)
         if "shape" not in parts:
             raise self._error(f"missing part {name_of_part(name, 'shape')}")
+        dtype, sizes = _spec(parts["shape"])
+        if dtype != torch.int64 or torch.Size(sizes).numel() > MAX_AXES:
+            raise self._error(f"shape is {dtype} of shape {sizes}, expected torch.int64 and at most {MAX_AXES} sizes")
         self.shape = shape_of(parts["shape"][...])
         try:
             self.compressor.check_parts({part: _spec(value) for part, value in parts.items()}, self.shape)
@@ -200,7 +213,8 @@ def find_packed(
         elif suffix in ("B_24", "B_meta") or (suffix == "weight_packed" and f"{base}.scale_packed" in tensors):
             raise CheckpointError(f"{where(name)}: {name} is in the format marlin-24, which this version of hf-sparse24 does not read yet")
     complete = {base for base, parts in bases.items() if {"compressed", "bitmask"} <= set(parts)}
-    named_by_parameter = any(base.endswith(".weight") for base in complete)
+    named_by_parameter = any(base.endswith(".weight") and "row_offsets" in bases[base] for base in complete)
+    plain = next((name for name in tensors if name.rpartition(".")[2] not in PART_SUFFIXES), None)
     packed = {}
     for base, parts in bases.items():
         if base not in complete:
@@ -210,13 +224,21 @@ def find_packed(
                 lacking = "bitmask" if "bitmask" not in parts else "compressed"
                 raise CheckpointError(f"{where(f'{base}.{part}')}: {base}.{part} is left over: {base}.{lacking} is missing")
             continue
-        parameter = base if named_by_parameter else f"{base}.weight"
+        if named_by_parameter and "row_offsets" in parts and not base.endswith(".weight") and plain:
+            # The old spelling packs every tensor.
+            raise CheckpointError(
+                f"{where(f'{base}.bitmask')}: {base}.bitmask: others are named P.weight.bitmask, as compressed-tensors <= 0.8.1 did, "
+                f"which packed every tensor, but {plain} is not packed"
+            )
+        parameter = base if base.endswith(".weight") or (named_by_parameter and "row_offsets" in parts) else f"{base}.weight"
+        if base.removesuffix(".weight") != base and base.removesuffix(".weight") in complete:
+            raise CheckpointError(f"{where(f'{base}.bitmask')}: {parameter} is stored packed twice, as {base}.bitmask too")
         if parameter in tensors:
             raise CheckpointError(f"{where(parameter)}: {parameter} is stored both dense and packed")
-        if f"{base}.weight_scale" in tensors:
+        if f"{parameter}_scale" in tensors or f"{parameter}_scale" in bases:
             file = where(f"{base}.bitmask")
             raise CheckpointError(f"{file}: {parameter} is quantised and packed; this version reads sparse weights that are not quantised")
-        packed[parameter] = PackedSlice(parameter, parts, where(f"{base}.bitmask"))
+        packed[parameter] = PackedSlice(parameter, parts, where(f"{base}.bitmask"), base)
     return packed
 
 
@@ -233,7 +255,7 @@ def as_dense(
     Returns:
         Name -> tensor; a packed one is unpacked when it is indexed.
     """
-    parts = {f"{base}.{part}" for name, value in packed.items() for part in value.parts for base in (name, name.removesuffix(".weight"))}
+    parts = {f"{value.base}.{part}" for value in packed.values() for part in value.parts}
     dense: dict[str, Slice | Tensor | PackedSlice] = {name: tensor for name, tensor in tensors.items() if name not in parts}
     keep = set(keep)
     for name, value in packed.items():
@@ -291,6 +313,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     files, index = checkpoint_files(path)
+    if (path / INCOMPLETE_NAME).exists():
+        raise CheckpointError(f"{path}: a save into this folder was interrupted, its files are of two checkpoints: save again")
     checkpoint = Checkpoint(path, read_json(path / CONFIG_NAME) if (path / CONFIG_NAME).exists() else {})
     for file in files:
         handle = open_file(path / file)
@@ -320,17 +344,27 @@ def checkpoint_files(path: Path) -> tuple[list[str], dict[str, str]]:
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise CheckpointError(f"{path / INDEX_NAME}: weight_map must map tensor names to file names")
         files = sorted(set(weight_map.values()))
+        if not files:
+            raise CheckpointError(f"{path / INDEX_NAME}: weight_map is empty")
         for file in files:
-            if Path(file).name != file:
-                raise CheckpointError(f"{path / INDEX_NAME}: {file!r} is not the name of a file in this folder")
-            if not (path / file).exists():
-                raise CheckpointError(f"{path / INDEX_NAME}: names {file}, which is missing")
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise CheckpointError(f"{path / INDEX_NAME}: {file[:60]!r} is not the name of a safetensors file in this folder")
+            # os.path: a name that the system refuses is a missing file, too.
+            if not os.path.exists(path / file):
+                raise CheckpointError(f"{path / INDEX_NAME}: names {file[:60]}, which is missing")
+        if left_out := sorted(_shards_left_out(path, files)):
+            raise CheckpointError(f"{path / INDEX_NAME}: does not name {left_out[0]}, which is a shard of the same checkpoint")
         return files, weight_map
     if (path / WEIGHTS_NAME).exists():
         return [WEIGHTS_NAME], {}
     pickles = [p.name for pattern in PICKLE_NAMES for p in path.glob(pattern)]
     hint = f"; {pickles[0]} is a pickle, which may run code: load it with a trusted tool and save it as safetensors" if pickles else ""
     raise CheckpointError(f"{path}: holds neither {WEIGHTS_NAME} nor {INDEX_NAME}{hint}")
+
+
+def _shards_left_out(path: Path, files: list[str]) -> set[str]:
+    series = {match.groups() for file in files if (match := SHARD.fullmatch(file))}
+    return {p.name for p in path.iterdir() if (match := SHARD.fullmatch(p.name)) and match.groups() in series} - set(files)
 
 
 def open_file(file: str | Path) -> Any:
@@ -353,11 +387,23 @@ def read_json(file: str | Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
+    if _is_deeper(content, MAX_NESTING):
+        raise CheckpointError(f"{file}: nested deeper than {MAX_NESTING} levels")
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}")
     return content
+
+
+def _is_deeper(content: Any, levels: int) -> bool:
+    """Whether lists and objects are nested deeper: what recurses over them (copies, `repr`) would fail later."""
+    level = [content] if isinstance(content, (dict, list)) else []
+    for _ in range(levels):
+        level = [v for node in level for v in (node.values() if isinstance(node, dict) else node) if isinstance(v, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def write_json(file: str | Path, content: Mapping[str, Any]) -> None:
@@ -368,11 +414,13 @@ def write_json(file: str | Path, content: Mapping[str, Any]) -> None:
 def _why_unreadable(file: Path, error: Exception) -> str:
     if not file.exists():
         return "no such file"
+    if not file.is_file():
+        return "is not a file"
     with file.open("rb") as opened:
         start = opened.read(64)
     if start.startswith(b"version https://git-lfs"):
         return "this is a Git LFS pointer, not the file: fetch it with `git lfs pull` or download it again"
-    return f"not a complete safetensors file of {file.stat().st_size} bytes ({error}); download or copy it again"
+    return f"not a complete safetensors file of {file.stat().st_size} bytes ({str(error)[:200]}); download or copy it again"
 
 
 def _compressor_of(parts: Mapping[str, Slice]) -> BaseSparsityCompressor:

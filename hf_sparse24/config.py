@@ -74,7 +74,7 @@ class SparsityConfig(BaseModel, QuantizationConfigMixin):
             if entry.startswith("re:"):
                 try:
                     re.compile(entry.removeprefix("re:"))
-                except re.error as error:
+                except (re.error, OverflowError, RecursionError) as error:
                     raise ValueError(f"{_shown(entry)} is not a regular expression: {error}") from None
         return entries
 
@@ -266,7 +266,7 @@ def _parse_block(block: Any, top: Mapping[str, Any]) -> SparsityConfig:
         raise CheckpointError(f"sparsity_config must be an object, got {_shown(block)}")
     name = block.get("format")
     if not isinstance(name, str) or name not in CONFIGS:
-        raise CheckpointError(f"unknown sparse format {_shown(name)}, expected one of {', '.join(CONFIGS)}")
+        raise CheckpointError(f"sparsity_config.format: unknown sparse format {_shown(name)}, expected one of {', '.join(CONFIGS)}")
     _check_structure(block.get("sparsity_structure"))
     fields: dict[str, Any] = {"global_sparsity": block.get("global_sparsity") or 0.0}
     if block.get("readable_by") is not None:

@@ -21,7 +21,7 @@ from hf_sparse24.config import CONFIGS, DenseSparsityConfig, Sparse24Config, Spa
 from hf_sparse24.conversion import compress_folder, decompress_folder
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.integration.plan import choose_weights, plan_weights
-from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, checkpoint_names, mark_as_packed, sparsity_of
+from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, checkpoint_names, mark_as_packed, named_twice, sparsity_of
 from hf_sparse24.linear import LAYERS
 from hf_sparse24.modules import listed, packed_layers, tied_names
 
@@ -216,6 +216,7 @@ def require_same_tensors(model: nn.Module, tensors: Mapping[str, Any], where: st
         for name, (target, merged) in targets.items()
         if target in expected and not merged and tuple(expected[target].shape) != shape_of[name]
     }
+    wrong |= named_twice(targets)
     merged = any(merged for _, merged in targets.values())
     found = {target for target, _ in targets.values()}
     if not merged:

@@ -4,19 +4,21 @@ Files are written into a subfolder of the target, then moved: `config.json` of t
 the moving starts the old checkpoint is intact; while it lasts the folder has no config, so nothing opens it.
 """
 
+import contextlib
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_sparse24.checkpoint import CONFIG_NAME
+from hf_sparse24.checkpoint import CONFIG_NAME, INCOMPLETE_NAME
 
 STAGE_PREFIX = ".hf-sparse24-incomplete-"
 # Weights and index of one checkpoint, with the optional variant that Transformers puts before "safetensors" or the number.
-WEIGHT_FILES = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(\.[\w-]+)?\.json")
+WEIGHT_FILES = re.compile(r"model(\.[\w-]+?)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(\.[\w-]+)?\.json")
 
 
 @contextmanager
@@ -32,9 +34,29 @@ def staged(folder: str | Path, variant: str | None = None) -> Iterator[Path]:
     stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
     try:
         yield stage
-        _commit(stage, folder, variant)
+        with _alone(folder):
+            _commit(stage, folder, variant)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two processes that move files into one folder take turns, where the file system knows locks."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
 
 
 def _commit(stage: Path, folder: Path, variant: str | None) -> None:
@@ -45,10 +67,16 @@ def _commit(stage: Path, folder: Path, variant: str | None) -> None:
                 os.fsync(opened.fileno())
     if Path(CONFIG_NAME) in new:
         (folder / CONFIG_NAME).unlink(missing_ok=True)
+    (folder / INCOMPLETE_NAME).touch()
     for old in folder.iterdir():
         match = WEIGHT_FILES.fullmatch(old.name)
-        if match and (match[1] or match[3] or "") == (f".{variant}" if variant else "") and Path(old.name) not in new:
-            old.unlink()
-    for name in sorted(new, key=lambda name: name == Path(CONFIG_NAME)):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(stage / name, folder / name)
+        is_file = old.is_symlink() or not old.is_dir()
+        if match and is_file and (match[1] or match[3] or "") == (f".{variant}" if variant else "") and Path(old.name) not in new:
+            old.unlink(missing_ok=True)
+    for name in new:
+        if name != Path(CONFIG_NAME):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(stage / name, folder / name)
+    (folder / INCOMPLETE_NAME).unlink(missing_ok=True)
+    if Path(CONFIG_NAME) in new:
+        os.replace(stage / CONFIG_NAME, folder / CONFIG_NAME)

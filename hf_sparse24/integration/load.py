@@ -26,10 +26,19 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils import logging
 
-from hf_sparse24.checkpoint import CONFIG_NAME, INDEX_NAME, PART_SUFFIXES, WEIGHTS_NAME, as_dense, find_packed, open_checkpoint
+from hf_sparse24.checkpoint import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    PART_SUFFIXES,
+    WEIGHTS_NAME,
+    as_dense,
+    find_packed,
+    name_of_part,
+    open_checkpoint,
+)
 from hf_sparse24.config import CONFIG_KEYS, DenseSparsityConfig, SparsityConfig, parse_config
 from hf_sparse24.errors import CheckpointError, warn
-from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer
+from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer, checkpoint_names, named_twice
 from hf_sparse24.kernels.dispatch import why_not_kept
 from hf_sparse24.modules import listed, tied_names
 
@@ -74,7 +83,7 @@ def _get_hf_quantizer(
         return original(_without_our_config(config), quantization_config, device_map, *args, **kwargs)
     if quantization_config is not None and not hasattr(quantization_config, "run_compressed"):
         # Another method: it quantises the dense checkpoint that this one stands for.
-        return original(_without_our_config(config), quantization_config, device_map, *args, **kwargs)
+        return original(_without_our_config(config, declared=True), quantization_config, device_map, *args, **kwargs)
     _warn_of_ignored_options(quantization_config)
     sparsity = parsed.sparsity
     own = getattr(config, "quantization_config", None)  # of a model that was loaded before, or a dict that says how to load
@@ -82,7 +91,7 @@ def _get_hf_quantizer(
     asked = getattr(quantization_config, "run_compressed", None)
     if reason := why_unpacked(asked, stored):
         logger.info(f"loading dense layers: {reason}")
-        return original(_without_our_config(config), None, device_map, *args, **kwargs)
+        return original(_without_our_config(config, declared=True), None, device_map, *args, **kwargs)
     config = copy.copy(config)
     sparsity.run_compressed = True
     config.quantization_config = sparsity
@@ -112,14 +121,16 @@ def _warn_of_ignored_options(quantization_config: Any) -> None:
             warn(f"this checkpoint is packed already: {', '.join(sorted(ignored))} of the quantization_config is ignored")
 
 
-def _without_our_config(config: Any) -> Any:
-    """A copy of a model config without any trace of sparsity, in nested configs too."""
+def _without_our_config(config: Any, declared: bool = False) -> Any:
+    """A copy of a model config without any trace of sparsity, in nested configs too; `declared` tells _convert_and_load of it."""
     config = copy.deepcopy(config)
     nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     for part in (config, *nested):
         for key in CONFIG_KEYS:
             if part is not None and key in vars(part):
                 delattr(part, key)
+    if declared:
+        config._sparse24_declared = True
     return config
 
 
@@ -142,8 +153,9 @@ def _convert_and_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     model, tensors, load_config = (call.arguments[name] for name in ("model", "state_dict", "load_config"))
     quantizer = load_config.hf_quantizer
     ours = isinstance(quantizer, Sparse24HfQuantizer)
-    packed = find_packed(tensors, where=_describe_files(load_config), declared=ours and quantizer.pre_quantized)
-    if not packed:
+    declared = vars(model.config).pop("_sparse24_declared", False) or (ours and quantizer.pre_quantized)
+    packed = find_packed(tensors, where=_describe_files(load_config), declared=declared)
+    if not packed and not declared:
         return original(*call.args, **call.kwargs)
     kept = quantizer.kept if ours else {}
     if ours and not (set(kept) | set(quantizer.left_dense)) >= set(packed):
@@ -151,9 +163,15 @@ def _convert_and_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     devices = set((load_config.device_map or {"": "cpu"}).values())
     for weight in packed.values():
         weight.device = torch.device(next(iter(devices))) if len(devices) == 1 and "disk" not in devices else None
-    call.arguments["state_dict"] = as_dense(tensors, packed, keep=kept)
+    dense = as_dense(tensors, packed, keep=kept)
+    names = checkpoint_names(model, list(dense))
+    if twice := named_twice(names):
+        raise CheckpointError(f"{load_config.pretrained_model_name_or_path}: weights are stored twice: {listed(twice)}")
+    call.arguments["state_dict"] = dense
     loading_info, offload_index = original(*call.args, **call.kwargs)
-    _require_every_weight(model, loading_info, tensors)
+    _require_every_weight(model, loading_info)
+    of_packed = {name_of_part(name, part) for name in kept for part in PART_SUFFIXES} | set(packed)
+    _require_every_packed_weight_used(model, loading_info, {name: target for name, (target, _) in names.items() if name in of_packed})
     return loading_info, offload_index
 
 
@@ -163,7 +181,7 @@ def _describe_files(load_config: Any) -> Callable[[str], str]:
     return lambda name: f"{folder}/{weight_map[name]}" if name in weight_map else folder
 
 
-def _require_every_weight(model: Any, loading_info: Any, tensors: Mapping[str, Any]) -> None:
+def _require_every_weight(model: Any, loading_info: Any) -> None:
     """Raise if the loader would make up weights.
 
     A model of another class than the saved one may have a new head: modules of which the checkpoint holds nothing are
@@ -184,6 +202,27 @@ def _require_every_weight(model: Any, loading_info: Any, tensors: Mapping[str, A
             f"the checkpoint holds no values for {len(missing)} parameters of {type(model).__name__}: "
             f"{listed(dict.fromkeys(missing, 'neither dense nor packed'))}"
         )
+
+
+def _require_every_packed_weight_used(model: Any, loading_info: Any, packed: Mapping[str, str]) -> None:
+    """Raise if the model has no place for a packed weight.
+
+    Args:
+        model: Of another class than the saved one it may lack modules on purpose.
+        loading_info: Of the loader.
+        packed: Name in the checkpoint, of a weight or of its parts -> name in the model.
+    """
+    if type(model).__name__ not in (getattr(model.config, "architectures", None) or []):
+        return
+    optional = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []]
+    unused = [
+        name
+        for name, target in packed.items()
+        if {name, target} & set(loading_info.unexpected_keys) and not any(pattern.search(name) for pattern in optional)
+    ]
+    if unused:
+        reasons = dict.fromkeys(unused, f"no module of {type(model).__name__} takes it")
+        raise CheckpointError(f"{len(unused)} packed tensors were not used: {listed(reasons)}")
 
 
 def _log_state_dict_report(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -217,7 +217,8 @@ def place_packed_layers(
     """
     rename = _renamer(model, conversions)
     tied = tied_names(model)
-    kept, left_dense = {}, {}
+    kept: dict[str, str] = {}
+    left_dense: dict[str, str] = {}
     for parameter, weight in packed.items():
         target, merged = rename(parameter)
         name = target.removesuffix(".weight")
@@ -225,6 +226,8 @@ def place_packed_layers(
         if reason:
             left_dense[parameter] = reason
             continue
+        if name in kept.values():
+            raise CheckpointError(f"{weight.where}: {parameter}: the model's {target} is packed under another name, too")
         kept[parameter] = name
         _replace(model, name, weight)
     # Renaming looks at what the model expects: by now, parts.
@@ -282,6 +285,16 @@ def _renamer(model: PreTrainedModel, conversions: list[Any]) -> Any:
         return target, pattern is not None
 
     return rename
+
+
+def named_twice(names: Mapping[str, tuple[str, bool]]) -> dict[str, str]:
+    """Names in a checkpoint that the loader reads into a parameter which an earlier name fills already -> that name."""
+    first: dict[str, str] = {}
+    return {
+        name: f"the model's {target} is stored as {first[target]}, too"
+        for name, (target, merged) in names.items()
+        if not merged and first.setdefault(target, name) != name
+    }
 
 
 def checkpoint_names(model: PreTrainedModel, parameters: list[str]) -> dict[str, tuple[str, bool]]:
