@@ -1,7 +1,8 @@
 """Writing a checkpoint folder so that an interrupted write cannot be mistaken for a complete one.
 
 Files are written into a subfolder of the target, then moved: `config.json` of the target goes first, and comes last.  Until
-the moving starts the old checkpoint is intact; while it lasts the folder has no config, so nothing opens it.
+the moving starts the old checkpoint is intact; while it lasts the folder has no config, so Transformers does not open it, and a
+marker, so that we do not either.
 """
 
 import contextlib
@@ -61,10 +62,6 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _commit(stage: Path, folder: Path, variant: str | None) -> None:
     new = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
-    for path in stage.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as opened:
-                os.fsync(opened.fileno())
     if Path(CONFIG_NAME) in new:
         (folder / CONFIG_NAME).unlink(missing_ok=True)
     (folder / INCOMPLETE_NAME).touch()
