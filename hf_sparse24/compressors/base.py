@@ -6,8 +6,8 @@ only if element (r, 8 j + k) is stored; each row fills whole bytes, unused high 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,8 +16,6 @@ from torch import Tensor
 STORABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 # numpy knows no bfloat16 and no fp8: weights are moved as words of the same width.
 WORDS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
-# About this many weights are handled at once on a CPU, so that the intermediate arrays stay in its L2 cache.
-CHUNK_ELEMENTS = 1 << 17
 
 
 class PackedTensorError(ValueError):
@@ -68,7 +66,8 @@ class BaseSparsityCompressor(BaseCompressor):
         """
         missing, extra = sorted(set(self.parts) - set(specs)), sorted(set(specs) - set(self.parts))
         if missing or extra:
-            raise PackedTensorError(f"expected the parts {', '.join(self.parts)}; missing {missing or 'none'}, superfluous {extra or 'none'}")
+            wrong = f"missing {missing or 'none'}, superfluous {extra or 'none'}"
+            raise PackedTensorError(f"expected the parts {', '.join(self.parts)}; {wrong}")
         if any(size < 0 for size in shape):
             raise PackedTensorError(f"shape holds a negative size: {shape}")
         dtype, values_shape = specs["compressed"]
@@ -110,16 +109,9 @@ def as_words(tensor: Tensor) -> np.ndarray:
 
 def empty_words(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, np.ndarray]:
     """An uninitialised CPU tensor and its words.  numpy asks for huge pages, which halves the cost of touching the memory first."""
-    torch_word, numpy_word = WORDS[dtype.itemsize]
-    words = np.empty(shape, numpy_word)
-    return torch.from_numpy(words).view(dtype) if words.ndim else torch.from_numpy(words.reshape(1)).view(dtype).view(()), words
-
-
-def row_chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices over the rows, about CHUNK_ELEMENTS weights each."""
-    step = max(1, CHUNK_ELEMENTS // max(1, columns))
-    for start in range(0, rows, step):
-        yield slice(start, min(rows, start + step))
+    words = np.empty(shape, WORDS[dtype.itemsize][1])
+    # numpy gives an empty array strides of 0, which torch's views refuse.
+    return torch.from_numpy(words).view(dtype) if words.size else torch.empty(shape, dtype=dtype), words
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -135,6 +127,12 @@ def unpack_bits(bitmask: Tensor, columns: int) -> Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=bitmask.device)
     bits = (bitmask.unsqueeze(-1) >> shifts) & 1  # (..., bytes, 8)
     return bits.flatten(-2)[..., :columns].bool()
+
+
+def bits_per_nibble(bitmask: Any) -> Any:
+    """How many bits each nibble of each byte has, as a byte of two nibbles; bitmask and result are uint8 arrays of numpy or torch."""
+    pairs = bitmask - ((bitmask >> 1) & 0x55)
+    return (pairs & 0x33) + ((pairs >> 2) & 0x33)
 
 
 def pad_bits_are_zero(bitmask: Tensor, columns: int) -> bool:

@@ -5,13 +5,16 @@
     shape       (2, 1)            int64          [[R], [C]]
 
 Exactly two bits are set per group.  A group with fewer than two non-zeros also keeps zeros; which ones is arbitrary, but
-files must be byte-identical to those of compressed-tensors, so `FILLERS` states its choice (docs/formats.md).
+files must be byte-identical to those of compressed-tensors, so `TIES` states its choice (docs/formats.md).
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,28 +22,26 @@ from hf_sparse24.compressors.base import (
     BaseSparsityCompressor,
     PackedTensorError,
     as_words,
+    bits_per_nibble,
     empty_words,
     pack_bits,
     pad_bits_are_zero,
     require_storable,
-    row_chunks,
     shape_of,
     specs_of,
     unpack_bits,
 )
-from hf_sparse24.pattern import ONE_BYTE_FLOATS, find_bad_groups, is_nonzero
+from hf_sparse24.pattern import ONE_BYTE_FLOATS, find_bad_groups, is_nonzero, map_rows, nonzeros
 
-# Kept pair by the single non-zero of a group (None: there is none).
-FILLERS = {None: (2, 3), 0: (0, 2), 1: (1, 3), 2: (2, 3), 3: (2, 3)}
-# In fp8, compressed-tensors ranks +0.0 above -0.0.  Groups of ranks (0 = -0.0, 1 = +0.0, 2 = non-zero) in which the second
-# place is tied; in all others the two highest ranks are kept.
-FP8_TIES = {
+# compressed-tensors keeps the two elements of highest rank: 0 = -0.0 (fp8 only, elsewhere it is a 1), 1 = +0.0, 2 = non-zero.
+# These are the groups, in ranks without gaps, in which the second place is tied, and the pair that is kept.
+TIES = {
     "0000": (2, 3), "0001": (2, 3), "0010": (2, 3), "0100": (1, 3), "0111": (2, 3), "0112": (2, 3), "0121": (2, 3),
     "0211": (1, 3), "1000": (0, 2), "1011": (2, 3), "1012": (2, 3), "1021": (2, 3), "1101": (1, 3), "1102": (1, 3),
     "1110": (1, 2), "1120": (1, 2), "1201": (1, 3), "1210": (1, 2), "2011": (0, 2), "2101": (0, 1), "2110": (0, 1),
 }  # fmt: skip
-# fp8 without the tie-break between zeros and with two non-zeros never reaches the table.
-LEGAL = [nibble for nibble in range(16) if nibble.bit_count() == 2]
+# Nibbles that keep two, and the columns of these.
+PAIRS = {1 << first | 1 << second: (first, second) for second in range(4) for first in range(second)}
 
 
 class Sparse24Compressor(BaseSparsityCompressor):
@@ -97,10 +98,11 @@ class Sparse24Compressor(BaseSparsityCompressor):
         require_storable(weight)
         weight = weight.detach().contiguous()
         if weight.device.type == "meta":
-            return {part: torch.empty(shape, dtype=dtype, device="meta") for part, (dtype, shape) in self._specs_for(weight).items()}
+            specs = self.part_specs(tuple(weight.shape), weight.dtype)
+            return {part: torch.empty(shape, dtype=dtype, device="meta") for part, (dtype, shape) in specs.items()}
         if weight.ndim != 2 or weight.shape[1] % 4:
             raise ValueError(self.why_not(weight))
-        packed = _pack_on_cpu(weight) if weight.device.type == "cpu" and weight.element_size() < 4 else _pack_anywhere(weight)
+        packed = _pack_on_cpu(weight) if weight.device.type == "cpu" else _pack_anywhere(weight)
         if packed is None:
             raise ValueError(self.why_not(weight))
         compressed, bitmask = packed
@@ -124,7 +126,7 @@ class Sparse24Compressor(BaseSparsityCompressor):
         if compressed.device.type == "meta":
             return torch.empty(shape, dtype=compressed.dtype, device="meta")
         self.check_values({"bitmask": bitmask}, shape, compressed.numel())
-        if shape[1] % 4 == 0 and compressed.device.type == "cpu" and compressed.element_size() < 4:
+        if shape[1] % 4 == 0 and compressed.device.type == "cpu" and compressed.numel():
             return _unpack_on_cpu(compressed, bitmask, shape)
         dense = torch.zeros(shape, dtype=compressed.dtype, device=compressed.device)
         # Boolean indexing has no fp8 kernels: move the bytes.
@@ -151,137 +153,168 @@ class Sparse24Compressor(BaseSparsityCompressor):
             if kept != num_values:
                 raise PackedTensorError(f"bitmask keeps {kept} values, but {num_values} are stored")
             return
-        bad = _bytes_without_two_bits_per_nibble(bitmask)
-        if columns % 8 and bitmask.numel():
-            bad[:, -1] = _bytes_without_two_bits_per_nibble(bitmask[:, -1] | 0x30)
-        if bool(bad.any()):
-            row, byte = (int(index) for index in bad.nonzero()[0])
+        if not bitmask.numel():  # any number of rows without columns
+            return
+        rows = bitmask.numpy() if bitmask.device.type == "cpu" else bitmask
+        if any(map_rows(lambda chunk: bool(_bad_bytes(rows[chunk], columns).any()), (len(rows), columns), bitmask.device)):
+            row, byte = (int(index) for index in _bad_bytes(bitmask, columns).nonzero()[0])
             raise PackedTensorError(
                 f"bitmask does not keep exactly two of each group of four: row {row}, byte {byte} is 0x{int(bitmask[row, byte]):02x}"
             )
 
-    def _specs_for(self, weight: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return self.part_specs(tuple(weight.shape), weight.dtype)
 
-
-def _bytes_without_two_bits_per_nibble(bitmask: Tensor) -> Tensor:
-    pairs = bitmask - ((bitmask >> 1) & 0x55)  # bits per pair
-    return ((pairs & 0x33) + ((pairs >> 2) & 0x33)) != 0x22
+def _bad_bytes(bitmask: Any, columns: int) -> Any:
+    """Which bytes hold a group that does not keep two; bitmask is (rows, bytes), of numpy or torch, and so is the result."""
+    if columns % 8:
+        bitmask = bitmask.copy() if isinstance(bitmask, np.ndarray) else bitmask.clone()
+        bitmask[:, -1:] |= 0x30  # as if the group that is not there kept two
+    return bits_per_nibble(bitmask) != 0x22
 
 
 # ---- tables -------------------------------------------------------------------------------------------------------------
 
 
-def _nibble(pair: tuple[int, ...]) -> int:
-    return sum(1 << column for column in pair)
-
-
 def _keep_table() -> np.ndarray:
-    """Nibble of non-zeros -> nibble of kept columns; 0 marks a nibble with three or four."""
-    table = np.zeros(16, np.uint8)
-    for nonzero in range(16):
-        columns = [column for column in range(4) if nonzero >> column & 1]
-        if len(columns) < 2:
-            table[nonzero] = _nibble(FILLERS[columns[0] if columns else None])
-        elif len(columns) == 2:
-            table[nonzero] = nonzero
-    return table
-
-
-def _fp8_keep_table() -> np.ndarray:
-    """Nibble of non-zeros | nibble of -0.0 << 4 -> nibble of kept columns."""
-    table = np.tile(_keep_table(), 16)
+    """Nibble of non-zeros | nibble of -0.0 << 4 (fp8 only) -> nibble of kept columns; 0 if more than two are non-zero."""
+    table = np.zeros(256, np.uint8)
     for code in range(256):
         nonzero, negative_zero = code & 15, code >> 4
-        if nonzero & negative_zero or nonzero.bit_count() >= 2 or not negative_zero:
+        if nonzero.bit_count() > 2 or nonzero & negative_zero:
             continue
-        ranks = [2 if nonzero >> c & 1 else 0 if negative_zero >> c & 1 else 1 for c in range(4)]
+        ranks = [2 if nonzero >> column & 1 else 0 if negative_zero >> column & 1 else 1 for column in range(4)]
         levels = sorted(set(ranks))
-        tie = FP8_TIES.get("".join(str(levels.index(rank)) for rank in ranks))
-        table[code] = _nibble(tie or tuple(sorted(range(4), key=lambda c: -ranks[c])[:2]))
+        tie = TIES.get("".join(str(levels.index(rank)) for rank in ranks))
+        first, second = tie or sorted(range(4), key=lambda column: -ranks[column])[:2]
+        table[code] = 1 << first | 1 << second
     return table
-
-
-def _by_byte(table: np.ndarray) -> np.ndarray:
-    """A table over nibbles as one over bytes: two results side by side in memory, low nibble first."""
-    return np.array([[table[byte & 15], table[byte >> 4]] for byte in range(256)], np.uint8).view(np.uint16).ravel()
 
 
 KEEP = _keep_table()
-KEEP_FP8 = _fp8_keep_table()
-# First and second kept column of a legal nibble.
-FIRST = np.array([(n & -n).bit_length() - 1 if n in LEGAL else 0 for n in range(16)], np.uint8)
-SECOND = np.array([n.bit_length() - 1 if n in LEGAL else 0 for n in range(16)], np.uint8)
 
 
-# ---- CPU: groups of four as words of 4 or 8 bytes ------------------------------------------------------------------------
+@functools.cache
+def _keep_bytes() -> np.ndarray:
+    """Byte of non-zeros | byte of -0.0 << 8 (fp8 only) -> byte of kept columns; 0 if one of the two groups has too many."""
+    code = np.arange(1 << 16)
+    low, high = KEEP[code & 15 | code >> 4 & 0xF0], KEEP[code >> 4 & 15 | code >> 8 & 0xF0]
+    return np.where((low > 0) & (high > 0), low | high << 4, 0).astype(np.uint8)
 
 
-def _shift_tables(width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bit offsets of the two kept elements within the group's word, for both groups of a bitmask byte."""
-    return _by_byte(FIRST * np.uint8(width)), _by_byte(SECOND * np.uint8(width))
+def _by_byte(entry: Callable[[int, int], Sequence[int]], dtype: npt.DTypeLike) -> np.ndarray:
+    """Byte of kept columns -> `entry(first, second)` of its two groups, side by side in one element; (256,)."""
+    nibbles = np.zeros((16, len(entry(0, 1))), dtype)
+    for nibble, pair in PAIRS.items():
+        nibbles[nibble] = entry(*pair)
+    both = np.hstack((np.tile(nibbles, (16, 1)), np.repeat(nibbles, 16, axis=0)))  # (256, 2 entries)
+    return both.view(f"V{both[0].nbytes}").ravel()
+
+
+@functools.cache
+def _columns_of_byte() -> np.ndarray:
+    return _by_byte(lambda first, second: (first, second), np.intp)
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """A group of 1- or 2-byte elements is one word, each element a lane of it.  Tables by byte of kept columns.
+
+    `kept`: the bits of the kept lanes; `to_upper_half`: a factor that brings them there if the other lanes are 0; `first`,
+    `second`: how many bits a kept lane is up.
+    """
+
+    group: np.dtype
+    half: np.dtype
+    kept: np.ndarray
+    to_upper_half: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+
+
+@functools.cache
+def _lanes(itemsize: int) -> _Lanes:
+    group, half = np.dtype(f"u{4 * itemsize}"), np.dtype(f"u{2 * itemsize}")
+    width, lane = 8 * itemsize, (1 << 8 * itemsize) - 1
+    kept = _by_byte(lambda first, second: (lane << first * width | lane << second * width,), group)
+    # Multiplying by 2^a + 2^b adds up two shifted groups: one has the first lane in its place, one the second; the other lane
+    # is then lower, or shifted out.  Neighbours are in place together: a = b, and once is enough.
+    to_upper_half = _by_byte(lambda first, second: (1 << (2 - first) * width | 1 << (3 - second) * width,), group)
+    shifts = [_by_byte(lambda *pair, place=place: (pair[place] * width,), group) for place in (0, 1)]
+    return _Lanes(group, half, kept, to_upper_half, *shifts)
+
+
+# ---- CPU ----------------------------------------------------------------------------------------------------------------
 
 
 def _pack_on_cpu(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """(compressed, bitmask), or None if a group has more than two non-zeros."""
     rows, columns = weight.shape
     words = as_words(weight)
-    width = 8 * words.itemsize
-    group_word = np.uint64 if width == 16 else np.uint32
-    first_shift, second_shift = _shift_tables(width)
     compressed, values = empty_words((rows, columns // 2), weight.dtype)
-    bitmask = np.empty((rows, -(-columns // 8)), np.uint8)
-    signed_zero = weight.dtype != torch.int8
-    for chunk in row_chunks(rows, columns):
-        piece = words[chunk]
-        kept = _kept_nibbles(piece, signed_zero, weight.dtype in ONE_BYTE_FLOATS)
-        if not kept.all():
-            return None
-        bitmask[chunk] = _join_nibbles(kept)
-        groups = piece.view(group_word)  # (rows, in/4)
-        shifts = _join_nibbles(kept)
-        first = first_shift[shifts].view(np.uint8)[:, : groups.shape[1]]
-        second = second_shift[shifts].view(np.uint8)[:, : groups.shape[1]]
-        values[chunk, 0::2] = groups >> first
-        values[chunk, 1::2] = groups >> second
-    return compressed, torch.from_numpy(bitmask)
+    bitmask, kept = empty_words((rows, -(-columns // 8)), torch.uint8)
+    gather = _gather_elements if words.itemsize == 4 else _gather_lanes
 
+    def pack(chunk: slice) -> bool:
+        kept[chunk] = _kept_columns(words[chunk], weight.dtype)
+        if not kept[chunk].all():
+            return False
+        if columns % 8:
+            kept[chunk, -1] &= 0x0F
+        gather(words[chunk], kept[chunk].astype(np.intp), values[chunk])
+        return True
 
-def _kept_nibbles(piece: np.ndarray, signed_zero: bool, fp8: bool) -> np.ndarray:
-    """(rows, C) words -> (rows, C / 4) nibbles of kept columns, 0 for a group with too many non-zeros."""
-    magnitude = piece & piece.dtype.type((1 << (8 * piece.itemsize - 1)) - 1) if signed_zero else piece
-    nonzero = _nibbles(magnitude != 0)
-    if fp8:
-        return KEEP_FP8[nonzero | _nibbles(piece == 0x80) << 4]
-    return KEEP[nonzero]
-
-
-def _nibbles(mask: np.ndarray) -> np.ndarray:
-    """(rows, C) bool -> (rows, C / 4) uint8 in 0..15."""
-    packed = np.packbits(mask, axis=1, bitorder="little")
-    return np.stack((packed & 15, packed >> 4), axis=-1).reshape(mask.shape[0], -1)[:, : mask.shape[1] // 4]
-
-
-def _join_nibbles(nibbles: np.ndarray) -> np.ndarray:
-    """(rows, groups) -> (rows, ceil(groups / 2)) bytes, even groups in the low nibble."""
-    joined = nibbles[:, 0::2].copy()
-    joined[:, : nibbles.shape[1] // 2] |= nibbles[:, 1::2] << 4
-    return joined
+    return (compressed, bitmask) if all(map_rows(pack, words.shape)) else None
 
 
 def _unpack_on_cpu(compressed: Tensor, bitmask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    rows, columns = shape
     values, kept = as_words(compressed), bitmask.numpy()
-    group_word = np.uint64 if values.itemsize == 2 else np.uint32
-    first_shift, second_shift = _shift_tables(8 * values.itemsize)
-    dense, words = empty_words((rows, columns), compressed.dtype)
-    groups = words.view(group_word)
-    for chunk in row_chunks(rows, columns):
-        first, second = values[chunk, 0::2].astype(group_word), values[chunk, 1::2].astype(group_word)
-        first <<= first_shift[kept[chunk]].view(np.uint8)[:, : groups.shape[1]]
-        second <<= second_shift[kept[chunk]].view(np.uint8)[:, : groups.shape[1]]
-        np.bitwise_or(first, second, out=groups[chunk])
+    dense, words = empty_words(shape, compressed.dtype)
+    scatter = _scatter_elements if values.itemsize == 4 else _scatter_lanes
+    map_rows(lambda chunk: scatter(values[chunk], kept[chunk].astype(np.intp), words[chunk]), words.shape)
     return dense
+
+
+def _kept_columns(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """(rows, C) -> (rows, ceil(C / 8)) bytes of kept columns, 0 where a group has too many non-zeros."""
+    code = np.packbits(nonzeros(words, dtype), axis=1, bitorder="little").astype(np.intp)
+    if dtype in ONE_BYTE_FLOATS and (negative_zero := words == 0x80).any():
+        code |= np.packbits(negative_zero, axis=1, bitorder="little").astype(np.intp) << 8
+    return _keep_bytes().take(code, mode="clip")
+
+
+# `kept` is the bitmask of the chunk, as indices for the tables.  (An index is never out of range: "clip" is the fastest mode.)
+
+
+def _gather_lanes(words: np.ndarray, kept: np.ndarray, values: np.ndarray) -> None:
+    lanes, num_groups = _lanes(words.itemsize), words.shape[1] // 4
+    groups = lanes.kept.take(kept, mode="clip").view(lanes.group)[:, :num_groups]
+    groups &= words.view(lanes.group)
+    groups *= lanes.to_upper_half.take(kept, mode="clip").view(lanes.group)[:, :num_groups]
+    values.view(lanes.half)[...] = groups.view(lanes.half)[:, 1::2]
+
+
+def _scatter_lanes(values: np.ndarray, kept: np.ndarray, words: np.ndarray) -> None:
+    lanes, num_groups = _lanes(words.itemsize), words.shape[1] // 4
+    first, second = values[:, 0::2].astype(lanes.group), values[:, 1::2].astype(lanes.group)
+    first <<= lanes.first.take(kept, mode="clip").view(lanes.group)[:, :num_groups]
+    second <<= lanes.second.take(kept, mode="clip").view(lanes.group)[:, :num_groups]
+    np.bitwise_or(first, second, out=words.view(lanes.group))
+
+
+def _gather_elements(words: np.ndarray, kept: np.ndarray, values: np.ndarray) -> None:
+    np.take(words.reshape(-1), _places(kept, *words.shape), out=values, mode="clip")
+
+
+def _scatter_elements(values: np.ndarray, kept: np.ndarray, words: np.ndarray) -> None:
+    words[...] = 0
+    words.reshape(-1)[_places(kept, *words.shape)] = values
+
+
+def _places(kept: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Where the kept elements lie in the flat dense chunk, (rows, C / 2)."""
+    places = _columns_of_byte().take(kept, mode="clip").view(np.intp)[:, : columns // 2]
+    places += np.arange(columns // 2) // 2 * 4
+    places += np.arange(rows)[:, None] * columns
+    return places
 
 
 # ---- any device ----------------------------------------------------------------------------------------------------------
@@ -291,11 +324,10 @@ def _pack_anywhere(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     rows, columns = weight.shape
     bits = torch.tensor([1, 2, 4, 8], dtype=torch.uint8, device=weight.device)
     code = (is_nonzero(weight).view(rows, columns // 4, 4) * bits).sum(-1, dtype=torch.uint8)  # (rows, in/4)
-    table = KEEP
     if weight.dtype in ONE_BYTE_FLOATS:
         negative_zero = (weight.view(torch.uint8) == 0x80).view(rows, columns // 4, 4)
-        code, table = code | (negative_zero * (bits << 4)).sum(-1, dtype=torch.uint8), KEEP_FP8
-    kept = torch.from_numpy(table).to(weight.device)[code.int()]
+        code |= (negative_zero * (bits << 4)).sum(-1, dtype=torch.uint8)
+    kept = torch.from_numpy(KEEP).to(weight.device)[code.int()]
     if not bool((kept != 0).all()):
         return None
     mask = ((kept.unsqueeze(-1) & bits) != 0).view(rows, columns)

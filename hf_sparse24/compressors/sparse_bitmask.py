@@ -10,7 +10,7 @@ compressed-tensors <= 0.8.1 wrote 1-D tensors this way too: the last axis is pac
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,16 +20,16 @@ from hf_sparse24.compressors.base import (
     BaseSparsityCompressor,
     PackedTensorError,
     as_words,
+    bits_per_nibble,
     empty_words,
     pack_bits,
     pad_bits_are_zero,
     require_storable,
-    row_chunks,
     shape_of,
     specs_of,
     unpack_bits,
 )
-from hf_sparse24.pattern import is_nonzero
+from hf_sparse24.pattern import is_nonzero, map_rows, nonzeros
 
 
 class SparseBitmaskCompressor(BaseSparsityCompressor):
@@ -79,14 +79,11 @@ class SparseBitmaskCompressor(BaseSparsityCompressor):
         if reason := self.why_not(weight):
             raise ValueError(reason)
         weight = weight.detach().contiguous()
-        nonzero = is_nonzero(weight)
-        per_row = nonzero.sum(-1, dtype=torch.int64)
-        row_offsets = (per_row.flatten().cumsum(0) - per_row.flatten()).view(per_row.shape)
-        word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[weight.element_size()]
+        compressed, bitmask, per_row = (_pack_on_cpu if weight.device.type == "cpu" else _pack_anywhere)(weight)
         return {
-            "compressed": weight.view(word)[nonzero].view(weight.dtype),
-            "bitmask": pack_bits(nonzero),
-            "row_offsets": row_offsets,
+            "compressed": compressed,
+            "bitmask": bitmask,
+            "row_offsets": (per_row.flatten().cumsum(0) - per_row.flatten()).view(per_row.shape),
             "shape": torch.tensor(weight.shape, dtype=torch.int64),
         }
 
@@ -106,7 +103,7 @@ class SparseBitmaskCompressor(BaseSparsityCompressor):
         self.check_parts(specs_of(parts), shape)
         compressed, bitmask = parts["compressed"].detach().contiguous(), parts["bitmask"].detach().contiguous()
         self.check_values(parts, shape, compressed.numel())
-        if compressed.device.type == "cpu":
+        if compressed.device.type == "cpu" and compressed.numel():
             return _unpack_on_cpu(compressed, bitmask, parts["row_offsets"], shape)
         dense = torch.zeros(shape, dtype=compressed.dtype, device=compressed.device)
         word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[compressed.element_size()]
@@ -127,7 +124,7 @@ class SparseBitmaskCompressor(BaseSparsityCompressor):
         bitmask, row_offsets = parts["bitmask"], parts["row_offsets"].flatten()
         if not pad_bits_are_zero(bitmask, shape[-1]):
             raise PackedTensorError(f"bitmask sets bits beyond column {shape[-1] - 1}")
-        per_row = _count_bits(bitmask).sum(-1, dtype=torch.int64).flatten()
+        per_row = _bits_per_row(bitmask.flatten(0, -2) if bitmask.ndim > 1 else bitmask.unsqueeze(0), shape[-1])
         kept = int(per_row.sum())
         if kept != num_values:
             raise PackedTensorError(f"bitmask keeps {kept} values, but {num_values} are stored")
@@ -135,24 +132,67 @@ class SparseBitmaskCompressor(BaseSparsityCompressor):
         wrong = (row_offsets.to(expected.device) != expected).nonzero()
         if len(wrong):
             row = int(wrong[0])
-            raise PackedTensorError(f"row_offsets[{row}] is {int(row_offsets[row])}, but the bitmask puts row {row} at {int(expected[row])}")
+            found = f"row_offsets[{row}] is {int(row_offsets[row])}"
+            raise PackedTensorError(f"{found}, but the bitmask puts row {row} at {int(expected[row])}")
 
 
-def _count_bits(bitmask: Tensor) -> Tensor:
-    pairs = bitmask - ((bitmask >> 1) & 0x55)
-    nibbles = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+def _bits_per_row(bitmask: Tensor, columns: int) -> Tensor:
+    """(rows, bytes) uint8 -> (rows,) int64."""
+    if bitmask.device.type != "cpu":
+        return _count_bits(bitmask).sum(1, dtype=torch.int64)
+    rows = bitmask.numpy()
+    counts = map_rows(lambda chunk: _count_bits(rows[chunk]).sum(1, dtype=np.int64), (len(rows), columns))
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *counts]))
+
+
+def _count_bits(bitmask: Any) -> Any:
+    """Of each byte, of numpy or torch."""
+    nibbles = bits_per_nibble(bitmask)
     return (nibbles + (nibbles >> 4)) & 0x0F
 
 
+def _pack_on_cpu(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(compressed, bitmask, non-zeros per row)."""
+    rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
+    words = as_words(weight.view(rows, columns))
+    bitmask, kept = empty_words((rows, -(-columns // 8)), torch.uint8)
+
+    def mark(chunk: slice) -> None:
+        kept[chunk] = np.packbits(nonzeros(words[chunk], weight.dtype), axis=1, bitorder="little")
+
+    map_rows(mark, words.shape)
+    per_row = _bits_per_row(bitmask, columns)
+    ends = [0, *per_row.cumsum(0).tolist()]
+    compressed, values = empty_words((ends[-1],), weight.dtype)
+
+    def gather(chunk: slice) -> None:
+        np.take(words[chunk].reshape(-1), _places(kept[chunk], columns), out=values[ends[chunk.start] : ends[chunk.stop]], mode="clip")
+
+    map_rows(gather, words.shape)
+    leading = weight.shape[:-1]
+    return compressed, bitmask.view(*leading, bitmask.shape[1]), per_row.view(leading)
+
+
 def _unpack_on_cpu(compressed: Tensor, bitmask: Tensor, row_offsets: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Row by chunk of rows, so that the boolean mask stays in cache."""
-    columns = shape[-1]
-    rows = math.prod(shape[:-1])
+    rows, columns = math.prod(shape[:-1]), shape[-1]
     values, kept = as_words(compressed), bitmask.numpy().reshape(rows, bitmask.shape[-1])
     starts = [*row_offsets.flatten().tolist(), values.size]
     dense, words = empty_words((rows, columns), compressed.dtype)
-    words[...] = 0
-    for chunk in row_chunks(rows, columns):
-        mask = np.unpackbits(kept[chunk], axis=1, count=columns, bitorder="little").view(bool)
-        words[chunk][mask] = values[starts[chunk.start] : starts[chunk.stop]]
+
+    def scatter(chunk: slice) -> None:
+        words[chunk] = 0
+        words[chunk].reshape(-1)[_places(kept[chunk], columns)] = values[starts[chunk.start] : starts[chunk.stop]]
+
+    map_rows(scatter, words.shape)
     return dense.view(shape)
+
+
+def _places(bitmask: np.ndarray, columns: int) -> np.ndarray:
+    """Where the kept elements of some rows lie, counted through all of their columns."""
+    return np.flatnonzero(np.unpackbits(bitmask, axis=1, count=columns, bitorder="little").view(bool))
+
+
+def _pack_anywhere(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    nonzero = is_nonzero(weight)
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[weight.element_size()]
+    return weight.view(word)[nonzero].view(weight.dtype), pack_bits(nonzero), nonzero.sum(-1, dtype=torch.int64)
