@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "convert-cpu.json")
     arguments = parser.parse_args()
     peer = arguments.peer or make_peer()
-    repeats = 2 if arguments.quick else 7
+    repeats = 2 if arguments.quick else 5
     with tempfile.TemporaryDirectory() as folder:
         speeds = measure_speeds(Path(folder), peer, [(512, 1024)] if arguments.quick else SHAPES, repeats)
     with tempfile.TemporaryDirectory() as folder:
