@@ -90,6 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         jobs = measure_jobs(Path(folder), num_layers=1 if arguments.quick else 16, repeats=1 if arguments.quick else 3, speeds=speeds)
     result = {"benchmark": "convert", "environment": environment(), "speeds": speeds, "jobs": jobs}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print_result(result)
 
