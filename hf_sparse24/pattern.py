@@ -4,6 +4,7 @@ A *group* is `m` consecutive weights of one row, along the last axis.  N:M means
 Everything here is exact: 1e-30 is a non-zero, -0.0 is a zero, NaN is a non-zero.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ FLOAT_BITS = {
     **dict.fromkeys(ONE_BYTE_FLOATS, torch.int8), torch.float16: torch.int16, torch.bfloat16: torch.int16,
     torch.float32: torch.int32, torch.float64: torch.int64,
 }  # fmt: skip
-# Weights are handled in chunks of rows of about this many elements, so that what is computed on the way is never large: on a
-# CPU it stays in the L2 cache, on other devices fewer and larger steps are quicker.
-CPU_CHUNK, DEVICE_CHUNK = 1 << 17, 1 << 24
-# Chunks that a thread takes at once.
-BATCH = 4
+# Weights are handled in chunks of rows of about this many elements, so that what is computed on the way is never large.  On a
+# CPU chunks of 2^17 fit the L2 cache, but two threads then wait for the GIL so often that they are slower than one; with 2^20
+# they take 0.7 of its time (Xeon, 2 cores, 2026-11-30).
+CPU_CHUNK, DEVICE_CHUNK = 1 << 20, 1 << 24
+# A thread takes 1 to 2 ms to start and some megabytes to work in; many would wait for the memory and the GIL.
+CHUNKS_PER_THREAD, MAX_THREADS = 4, 8
 # Without a pattern, at least this share of zeros makes a tensor worth calling unstructured.
 MIN_UNSTRUCTURED_ZEROS = 0.1
 T = TypeVar("T")
@@ -172,12 +174,30 @@ def map_rows(work: Callable[[slice], T], shape: Sequence[int], device: torch.dev
     (rows, columns), on_cpu = shape, torch.device(device).type == "cpu"
     step = max(1, (CPU_CHUNK if on_cpu else DEVICE_CHUNK) // max(1, columns))
     chunks = [slice(row, min(rows, row + step)) for row in range(0, rows, step)]
-    batches = [chunks[i : i + BATCH] for i in range(0, len(chunks), BATCH)]
-    num_threads = min(torch.get_num_threads(), len(batches)) if on_cpu else 1
-    if num_threads < 2:
-        return [work(chunk) for chunk in chunks]
-    with ThreadPoolExecutor(num_threads) as pool:
-        return [result for batch in pool.map(lambda batch: [work(chunk) for chunk in batch], batches) for result in batch]
+    results: list[Any] = [None] * len(chunks)
+    turns = iter(range(len(chunks)))  # shared by the threads: taking the next one is atomic
+
+    def take_turns() -> None:
+        for turn in turns:
+            results[turn] = work(chunks[turn])
+
+    num_helpers = _num_threads(len(chunks)) - 1 if on_cpu else 0
+    if num_helpers < 1:
+        take_turns()
+        return results
+    with ThreadPoolExecutor(num_helpers) as pool:
+        helpers = [pool.submit(take_turns) for _ in range(num_helpers)]
+        take_turns()
+        for helper in helpers:
+            helper.result()
+    return results
+
+
+def _num_threads(num_chunks: int) -> int:
+    # Whoever calls from a thread of its own, as Transformers' loader does for every weight, has others at work already.
+    if threading.current_thread() is not threading.main_thread():
+        return 1
+    return min(torch.get_num_threads(), num_chunks // CHUNKS_PER_THREAD, MAX_THREADS)
 
 
 def _as_rows(weight: Tensor) -> Tensor:
@@ -189,7 +209,15 @@ def _as_rows(weight: Tensor) -> Tensor:
 
 def nonzeros(bits: Any, dtype: torch.dtype) -> Any:
     """Which elements of an array are non-zero, given a float's bits as an integer; an array of the same library and shape, bool."""
-    return (_without_sign(bits, dtype) if dtype in FLOAT_BITS else bits) != 0
+    return (_without_sign(bits, dtype) if may_hold_negative_zero(bits, dtype) else bits) != 0
+
+
+def may_hold_negative_zero(bits: Any, dtype: torch.dtype) -> bool:
+    """Whether -0.0 must be reckoned with; only arrays of numpy are searched, a search on a device would have to be waited for."""
+    if dtype not in FLOAT_BITS or _library(bits) is torch:
+        return dtype in FLOAT_BITS
+    signed = bits.view(f"i{bits.itemsize}")
+    return bool(signed.min(initial=0) == np.iinfo(signed.dtype).min)
 
 
 def _array(weight: Tensor) -> Any:

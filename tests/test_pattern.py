@@ -2,12 +2,16 @@
 
 import itertools
 import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from hf_sparse24.pattern import BATCH, CPU_CHUNK, BadGroup, find_bad_groups, is_nonzero, map_rows, mask_2_4, mask_n_m, structure
+from hf_sparse24 import pattern
+from hf_sparse24.pattern import BadGroup, find_bad_groups, is_nonzero, map_rows, mask_2_4, mask_n_m, structure
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, *FLOAT8, torch.int8]
@@ -33,9 +37,10 @@ def random_weight(dtype, shape, zeros=0.5, seed=0):
 
 
 @pytest.fixture(params=[1, 2], ids="{}threads".format)
-def threads(request):
+def threads(request, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
+    monkeypatch.setattr(pattern, "CPU_CHUNK", 1 << 16)  # enough chunks for every thread
     yield request.param
     torch.set_num_threads(before)
 
@@ -282,7 +287,7 @@ def test_mask_of_a_count_that_does_not_fit_is_refused(n):
 # ---- chunks --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (1, 8), (3, 0), (1, 1 << 20), (100 * BATCH, CPU_CHUNK // 16), (7, CPU_CHUNK // 2)], ids=name)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 8), (3, 0), (1, 1 << 20), (400, 1 << 12), (17, 1 << 15)], ids=name)
 def test_chunks_cover_the_rows_in_order(shape, threads):
     rows = [row for chunk in map_rows(lambda chunk: range(chunk.start, chunk.stop), shape) for row in chunk]
     assert rows == list(range(shape[0]))
@@ -294,7 +299,29 @@ def test_an_error_in_a_chunk_is_raised(threads):
             raise ValueError(f"row {chunk.start}")
 
     with pytest.raises(ValueError, match="row 5"):
-        map_rows(fail_late, (1000, CPU_CHUNK // 16))
+        map_rows(fail_late, (1000, 1 << 12))
+
+
+def test_an_error_in_another_thread_is_raised(threads):
+    def fail_elsewhere(chunk):
+        time.sleep(0.001)
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("elsewhere")
+
+    if threads > 1:
+        with pytest.raises(ValueError, match="elsewhere"):
+            map_rows(fail_elsewhere, (400, 1 << 12))
+    else:
+        map_rows(fail_elsewhere, (400, 1 << 12))
+
+
+def test_chunks_are_shared_by_threads_unless_the_caller_has_its_own(threads):
+    def names_of_threads():
+        return set(map_rows(lambda chunk: (time.sleep(0.001), threading.current_thread().name)[1], (400, 1 << 12)))
+
+    assert len(names_of_threads()) == threads
+    with ThreadPoolExecutor(1) as pool:
+        assert len(pool.submit(names_of_threads).result()) == 1
 
 
 @pytest.mark.gpu

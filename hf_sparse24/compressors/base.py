@@ -5,11 +5,13 @@ only if element (r, 8 j + k) is stored; each row fills whole bytes, unused high 
 """
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -112,6 +114,32 @@ def empty_words(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, np.
     words = np.empty(shape, WORDS[dtype.itemsize][1])
     # numpy gives an empty array strides of 0, which torch's views refuse.
     return torch.from_numpy(words).view(dtype) if words.size else torch.empty(shape, dtype=dtype), words
+
+
+class Scratch(threading.local):
+    """Memory that each thread of a loop uses again and again: malloc may hand out fresh memory, at a page fault per 4 KiB."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+        """An array in the thread's memory of this name: first asked for at its largest, and always with the same dtype."""
+        size = math.prod(shape)
+        if name not in self._arrays:
+            self._arrays[name] = np.empty(size, dtype)
+        return self._arrays[name][:size].reshape(shape)
+
+    def cast(self, name: str, array: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
+        """`array.astype(dtype)`."""
+        cast = self.empty(name, array.shape, dtype)
+        cast[...] = array
+        return cast
+
+    def look_up(self, name: str, table: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """`table[index]` of (n, k) and (rows, columns), as (rows, columns * k).  The indices must be valid."""
+        found = self.empty(name, (*index.shape, table.shape[1]), table.dtype)
+        np.take(table, index, axis=0, out=found, mode="clip")  # numpy is fastest in this mode
+        return found.reshape(len(index), -1)
 
 
 def pack_bits(mask: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_sparse24.compressors.base import (
     BaseSparsityCompressor,
     PackedTensorError,
+    Scratch,
     as_words,
     bits_per_nibble,
     empty_words,
@@ -31,7 +32,7 @@ from hf_sparse24.compressors.base import (
     specs_of,
     unpack_bits,
 )
-from hf_sparse24.pattern import ONE_BYTE_FLOATS, find_bad_groups, is_nonzero, map_rows, nonzeros
+from hf_sparse24.pattern import ONE_BYTE_FLOATS, find_bad_groups, is_nonzero, map_rows, may_hold_negative_zero, nonzeros
 
 # compressed-tensors keeps the two elements of highest rank: 0 = -0.0 (fp8 only, elsewhere it is a 1), 1 = +0.0, 2 = non-zero.
 # These are the groups, in ranks without gaps, in which the second place is tied, and the pair that is kept.
@@ -156,7 +157,7 @@ class Sparse24Compressor(BaseSparsityCompressor):
         if not bitmask.numel():  # any number of rows without columns
             return
         rows = bitmask.numpy() if bitmask.device.type == "cpu" else bitmask
-        if any(map_rows(lambda chunk: bool(_bad_bytes(rows[chunk], columns).any()), (len(rows), columns), bitmask.device)):
+        if any(map_rows(lambda chunk: bool(_bad_bytes(rows[chunk], columns).any()), rows.shape, bitmask.device)):
             row, byte = (int(index) for index in _bad_bytes(bitmask, columns).nonzero()[0])
             raise PackedTensorError(
                 f"bitmask does not keep exactly two of each group of four: row {row}, byte {byte} is 0x{int(bitmask[row, byte]):02x}"
@@ -201,12 +202,11 @@ def _keep_bytes() -> np.ndarray:
 
 
 def _by_byte(entry: Callable[[int, int], Sequence[int]], dtype: npt.DTypeLike) -> np.ndarray:
-    """Byte of kept columns -> `entry(first, second)` of its two groups, side by side in one element; (256,)."""
+    """(256, 2 entries): byte of kept columns -> `entry(first, second)` of its two groups."""
     nibbles = np.zeros((16, len(entry(0, 1))), dtype)
     for nibble, pair in PAIRS.items():
         nibbles[nibble] = entry(*pair)
-    both = np.hstack((np.tile(nibbles, (16, 1)), np.repeat(nibbles, 16, axis=0)))  # (256, 2 entries)
-    return both.view(f"V{both[0].nbytes}").ravel()
+    return np.hstack((np.tile(nibbles, (16, 1)), np.repeat(nibbles, 16, axis=0)))
 
 
 @functools.cache
@@ -248,70 +248,72 @@ def _lanes(itemsize: int) -> _Lanes:
 def _pack_on_cpu(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """(compressed, bitmask), or None if a group has more than two non-zeros."""
     rows, columns = weight.shape
-    words = as_words(weight)
+    words, scratch = as_words(weight), Scratch()
     compressed, values = empty_words((rows, columns // 2), weight.dtype)
     bitmask, kept = empty_words((rows, -(-columns // 8)), torch.uint8)
-    gather = _gather_elements if words.itemsize == 4 else _gather_lanes
 
     def pack(chunk: slice) -> bool:
-        kept[chunk] = _kept_columns(words[chunk], weight.dtype)
+        negative_zeros = may_hold_negative_zero(words[chunk], weight.dtype)
+        index = scratch.cast("index", np.packbits(nonzeros(words[chunk], weight.dtype), axis=1, bitorder="little"), np.intp)
+        if negative_zeros and weight.dtype in ONE_BYTE_FLOATS:
+            index |= np.packbits(words[chunk] == 0x80, axis=1, bitorder="little").astype(np.intp) << 8
+        np.take(_keep_bytes(), index, out=kept[chunk], mode="clip")
         if not kept[chunk].all():
             return False
         if columns % 8:
             kept[chunk, -1] &= 0x0F
-        gather(words[chunk], kept[chunk].astype(np.intp), values[chunk])
+        index[...] = kept[chunk]
+        if words.itemsize == 4:
+            _gather_elements(words[chunk], index, values[chunk], scratch)
+        else:
+            _gather_lanes(words[chunk], index, values[chunk], scratch, only_kept=negative_zeros)
         return True
 
     return (compressed, bitmask) if all(map_rows(pack, words.shape)) else None
 
 
 def _unpack_on_cpu(compressed: Tensor, bitmask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    values, kept = as_words(compressed), bitmask.numpy()
+    values, kept, scratch = as_words(compressed), bitmask.numpy(), Scratch()
     dense, words = empty_words(shape, compressed.dtype)
     scatter = _scatter_elements if values.itemsize == 4 else _scatter_lanes
-    map_rows(lambda chunk: scatter(values[chunk], kept[chunk].astype(np.intp), words[chunk]), words.shape)
+    map_rows(lambda chunk: scatter(values[chunk], scratch.cast("index", kept[chunk], np.intp), words[chunk], scratch), words.shape)
     return dense
 
 
-def _kept_columns(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """(rows, C) -> (rows, ceil(C / 8)) bytes of kept columns, 0 where a group has too many non-zeros."""
-    code = np.packbits(nonzeros(words, dtype), axis=1, bitorder="little").astype(np.intp)
-    if dtype in ONE_BYTE_FLOATS and (negative_zero := words == 0x80).any():
-        code |= np.packbits(negative_zero, axis=1, bitorder="little").astype(np.intp) << 8
-    return _keep_bytes().take(code, mode="clip")
+# `index` is the bitmask, (rows, ceil(C / 8)), as indices for the tables.
 
 
-# `kept` is the bitmask of the chunk, as indices for the tables.  (An index is never out of range: "clip" is the fastest mode.)
-
-
-def _gather_lanes(words: np.ndarray, kept: np.ndarray, values: np.ndarray) -> None:
+def _gather_lanes(words: np.ndarray, index: np.ndarray, values: np.ndarray, scratch: Scratch, only_kept: bool) -> None:
     lanes, num_groups = _lanes(words.itemsize), words.shape[1] // 4
-    groups = lanes.kept.take(kept, mode="clip").view(lanes.group)[:, :num_groups]
-    groups &= words.view(lanes.group)
-    groups *= lanes.to_upper_half.take(kept, mode="clip").view(lanes.group)[:, :num_groups]
-    values.view(lanes.half)[...] = groups.view(lanes.half)[:, 1::2]
+    groups = words.view(lanes.group)
+    if only_kept:
+        groups = np.bitwise_and(groups, mask := scratch.look_up("mask", lanes.kept, index)[:, :num_groups], out=mask)
+    moved = scratch.look_up("moved", lanes.to_upper_half, index)[:, :num_groups]
+    moved *= groups
+    values.view(lanes.half)[...] = moved.view(lanes.half)[:, 1::2]
 
 
-def _scatter_lanes(values: np.ndarray, kept: np.ndarray, words: np.ndarray) -> None:
+def _scatter_lanes(values: np.ndarray, index: np.ndarray, words: np.ndarray, scratch: Scratch) -> None:
     lanes, num_groups = _lanes(words.itemsize), words.shape[1] // 4
-    first, second = values[:, 0::2].astype(lanes.group), values[:, 1::2].astype(lanes.group)
-    first <<= lanes.first.take(kept, mode="clip").view(lanes.group)[:, :num_groups]
-    second <<= lanes.second.take(kept, mode="clip").view(lanes.group)[:, :num_groups]
+    first, second = (scratch.cast(f"place {place}", values[:, place::2], lanes.group) for place in (0, 1))
+    first <<= scratch.look_up("shift", lanes.first, index)[:, :num_groups]
+    second <<= scratch.look_up("shift", lanes.second, index)[:, :num_groups]
     np.bitwise_or(first, second, out=words.view(lanes.group))
 
 
-def _gather_elements(words: np.ndarray, kept: np.ndarray, values: np.ndarray) -> None:
-    np.take(words.reshape(-1), _places(kept, *words.shape), out=values, mode="clip")
+def _gather_elements(words: np.ndarray, index: np.ndarray, values: np.ndarray, scratch: Scratch) -> None:
+    np.take(words.reshape(-1), _places(index, words.shape, scratch), out=values, mode="clip")
 
 
-def _scatter_elements(values: np.ndarray, kept: np.ndarray, words: np.ndarray) -> None:
+def _scatter_elements(values: np.ndarray, index: np.ndarray, words: np.ndarray, scratch: Scratch) -> None:
     words[...] = 0
-    words.reshape(-1)[_places(kept, *words.shape)] = values
+    words.reshape(-1)[_places(index, words.shape, scratch)] = values
 
 
-def _places(kept: np.ndarray, rows: int, columns: int) -> np.ndarray:
+def _places(index: np.ndarray, shape: tuple[int, ...], scratch: Scratch) -> np.ndarray:
     """Where the kept elements lie in the flat dense chunk, (rows, C / 2)."""
-    places = _columns_of_byte().take(kept, mode="clip").view(np.intp)[:, : columns // 2]
+    rows, columns = shape
+    places = scratch.look_up("places", _columns_of_byte(), index)[:, : columns // 2]
     places += np.arange(columns // 2) // 2 * 4
     places += np.arange(rows)[:, None] * columns
     return places

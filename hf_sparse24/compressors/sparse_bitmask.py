@@ -124,7 +124,7 @@ class SparseBitmaskCompressor(BaseSparsityCompressor):
         bitmask, row_offsets = parts["bitmask"], parts["row_offsets"].flatten()
         if not pad_bits_are_zero(bitmask, shape[-1]):
             raise PackedTensorError(f"bitmask sets bits beyond column {shape[-1] - 1}")
-        per_row = _bits_per_row(bitmask.flatten(0, -2) if bitmask.ndim > 1 else bitmask.unsqueeze(0), shape[-1])
+        per_row = _bits_per_row(bitmask.flatten(0, -2) if bitmask.ndim > 1 else bitmask.unsqueeze(0))
         kept = int(per_row.sum())
         if kept != num_values:
             raise PackedTensorError(f"bitmask keeps {kept} values, but {num_values} are stored")
@@ -136,12 +136,12 @@ class SparseBitmaskCompressor(BaseSparsityCompressor):
             raise PackedTensorError(f"{found}, but the bitmask puts row {row} at {int(expected[row])}")
 
 
-def _bits_per_row(bitmask: Tensor, columns: int) -> Tensor:
+def _bits_per_row(bitmask: Tensor) -> Tensor:
     """(rows, bytes) uint8 -> (rows,) int64."""
     if bitmask.device.type != "cpu":
         return _count_bits(bitmask).sum(1, dtype=torch.int64)
     rows = bitmask.numpy()
-    counts = map_rows(lambda chunk: _count_bits(rows[chunk]).sum(1, dtype=np.int64), (len(rows), columns))
+    counts = map_rows(lambda chunk: _count_bits(rows[chunk]).sum(1, dtype=np.int64), rows.shape)
     return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *counts]))
 
 
@@ -161,7 +161,7 @@ def _pack_on_cpu(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         kept[chunk] = np.packbits(nonzeros(words[chunk], weight.dtype), axis=1, bitorder="little")
 
     map_rows(mark, words.shape)
-    per_row = _bits_per_row(bitmask, columns)
+    per_row = _bits_per_row(bitmask)
     ends = [0, *per_row.cumsum(0).tolist()]
     compressed, values = empty_words((ends[-1],), weight.dtype)
 

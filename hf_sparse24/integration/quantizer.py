@@ -93,9 +93,7 @@ class Sparse24HfQuantizer(HfQuantizer):
         check_packed_layers(model)
         kept = packed_layers(model)
         if not kept and not self.pre_quantized and self.quantization_config.on_dense == "raise":
-            raise ValueError(
-                f"no weight was packed: {listed(self.left_dense) or 'no targeted Linear has a weight of its own'}"
-            )
+            raise ValueError(f"no weight was packed: {listed(self.left_dense) or 'no targeted Linear has a weight of its own'}")
         if not kept:
             warn(f"no layer is kept packed: {listed(self.left_dense)}")
         if not self.pre_quantized:

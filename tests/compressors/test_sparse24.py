@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_sparse24 import pattern
 from hf_sparse24.compressors import PackedTensorError, Sparse24Compressor
 from hf_sparse24.compressors.base import unpack_bits
 from hf_sparse24.compressors.sparse24 import _pack_anywhere
@@ -74,9 +75,10 @@ def random_weight(dtype, shape, full=1.0, seed=0):
 
 
 @pytest.fixture(params=[1, 2], ids="{}threads".format)
-def threads(request):
+def threads(request, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
+    monkeypatch.setattr(pattern, "CPU_CHUNK", 1 << 16)  # enough chunks for every thread
     yield request.param
     torch.set_num_threads(before)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_sparse24 import pattern
 from hf_sparse24.compressors import PackedTensorError, SparseBitmaskCompressor
 from hf_sparse24.compressors.base import unpack_bits
 from hf_sparse24.compressors.sparse_bitmask import _pack_anywhere
@@ -67,9 +68,10 @@ def parts_from_definition(weight):
 
 
 @pytest.fixture(params=[1, 2], ids="{}threads".format)
-def threads(request):
+def threads(request, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
+    monkeypatch.setattr(pattern, "CPU_CHUNK", 1 << 16)  # enough chunks for every thread
     yield request.param
     torch.set_num_threads(before)
 
