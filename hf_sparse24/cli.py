@@ -62,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = add("inspect", _inspect, "say what is sparse, how it is stored, and what loading makes of it here")
     inspect.add_argument("dir", help="checkpoint folder, or repository on the Hub")
+
+    add("doctor", _doctor, "say what is installed, and which kernels run on which device here, and why others do not")
     return parser
 
 
@@ -118,6 +120,14 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     report = inspect_folder(arguments.dir)
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else render_table(report))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from hf_sparse24.doctor import examine, render
+
+    report = examine()
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else render(report))
     return 0
 
 

@@ -177,11 +177,20 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features)."""
-        return ops.linear(x, self.compressed, self.bitmask, self.bias, self.in_features)
+        x, compressed, bias = _autocast(x, self.compressed, self.bias)
+        return ops.linear(x, compressed, self.bitmask, bias, self.in_features)
 
     def extra_repr(self) -> str:
         """Sizes and format."""
         return f"{super().extra_repr()}, format={self.compressor.format}, num_values={self.compressed.numel()}"
+
+
+def _autocast(x: Tensor, compressed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `F.linear` makes of its arguments under `torch.autocast`; operators of others than torch are not asked."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64 or not compressed.is_floating_point():
+        return x, compressed, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), compressed.to(dtype), None if bias is None else bias.to(dtype)
 
 
 class Sparse24Linear(PackedLinear):

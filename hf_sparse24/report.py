@@ -223,7 +223,7 @@ def _why_unpacked(parsed: ParsedConfig) -> str | None:
     """Why `from_pretrained`, without options, unpacks every packed weight; None if it keeps those of `nn.Linear`."""
     if parsed.sparsity is None or isinstance(parsed.sparsity, DenseSparsityConfig):
         return "config.json does not say that weights are packed"
-    return why_unpacked(None, parsed.sparsity.run_compressed)
+    return why_unpacked(None, parsed.sparsity.run_compressed, parsed.sparsity.format)
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------------

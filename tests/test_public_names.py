@@ -32,6 +32,7 @@ COMMAND_LINE: dict[str, set[str]] = {
     "compress": {"--format", "--ignore", "--json", "--on-dense", "--readable-by", "--targets"},
     "decompress": {"--json"},
     "demo": {"--json", "--max-new-tokens", "--model", "--out", "--prompt"},
+    "doctor": {"--json"},
     "inspect": {"--json"},
 }
 

@@ -21,7 +21,7 @@ NO_GPU = "no GPU is visible"
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     """The same answers on a machine that has one."""
-    monkeypatch.setattr(load, "why_not_kept", lambda: NO_GPU)
+    monkeypatch.setattr(load, "why_not_kept", lambda format: NO_GPU)
 
 
 def weights_of(folder):
@@ -102,7 +102,7 @@ def test_packed_weights_become_dense_where_there_is_no_gpu(golden):
 
 
 def test_packed_weights_stay_packed_where_a_kernel_runs(golden, monkeypatch):
-    monkeypatch.setattr(load, "why_not_kept", lambda: None)
+    monkeypatch.setattr(load, "why_not_kept", lambda format: None)
     layers = {weight.format: weight.on_load.layer for weight in inspect_folder(golden / "sparse-24-bitmask").weights}
     assert layers == {"dense": "dense", "sparse-24-bitmask": "packed"}
 

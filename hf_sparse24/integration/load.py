@@ -89,7 +89,7 @@ def _get_hf_quantizer(
     own = getattr(config, "quantization_config", None)  # of a model that was loaded before, or a dict that says how to load
     stored = own.run_compressed if isinstance(own, SparsityConfig) else sparsity.run_compressed
     asked = getattr(quantization_config, "run_compressed", None)
-    if reason := why_unpacked(asked, stored):
+    if reason := why_unpacked(asked, stored, sparsity.format):
         logger.info(f"loading dense layers: {reason}")
         return original(_without_our_config(config, declared=True), None, device_map, *args, **kwargs)
     config = copy.copy(config)
@@ -100,18 +100,19 @@ def _get_hf_quantizer(
     return quantizer, config, device_map
 
 
-def why_unpacked(asked: bool | None, stored: bool | None) -> str | None:
+def why_unpacked(asked: bool | None, stored: bool | None, format: str) -> str | None:
     """Why a packed checkpoint is loaded into dense layers, or None if its layers stay packed.
 
     Args:
         asked: `run_compressed` of the `quantization_config` that is passed to `from_pretrained`.
         stored: The same in the checkpoint's config.json.
+        format: Of the checkpoint.
     """
     if asked is not None:
         return None if asked else "run_compressed=False was passed"
     if stored is not None:
         return None if stored else "config.json says run_compressed: false"
-    return why_not_kept()
+    return why_not_kept(format)
 
 
 def _warn_of_ignored_options(quantization_config: Any) -> None:

@@ -25,8 +25,8 @@ from hf_sparse24.checkpoint import PackedSlice, find_packed, name_of_part, open_
 from hf_sparse24.compressors import SPARSITY_COMPRESSORS, PackedTensorError
 from hf_sparse24.config import SparsityConfig
 from hf_sparse24.errors import CheckpointError, warn
-from hf_sparse24.kernels.dispatch import why_not_kept
-from hf_sparse24.linear import LAYERS
+from hf_sparse24.kernels import dispatch
+from hf_sparse24.linear import LAYERS, PackedLinear
 from hf_sparse24.modules import left_out, listed, packable_modules, packed_layers, refusal, tied_names
 
 logger = logging.get_logger(__name__)
@@ -99,8 +99,7 @@ class Sparse24HfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             self.quantization_config.global_sparsity = sparsity_of(model)
         mark_as_packed(model, self)
-        if kept and (reason := why_not_kept()):
-            logger.warning_once(f"packed layers unpack their weight for every call, because {reason}")
+        prepare_kernels(kept)
         if self.left_dense:
             logger.info(f"{len(self.left_dense)} packed or targeted weights were left dense: {listed(self.left_dense)}")
         return model
@@ -317,6 +316,19 @@ def check_packed_layers(model: nn.Module) -> None:
             layer.compressor.check_values(layer.parts(), shape, layer.compressed.numel())
         except PackedTensorError as error:
             raise CheckpointError(f"packed layer {name}: {error}") from None
+
+
+def prepare_kernels(layers: Mapping[str, PackedLinear]) -> None:
+    """Compile what the layers' first calls would wait for; warn once about layers for which there is no kernel."""
+    by_kind: dict[tuple[str, torch.dtype, torch.device], set[tuple[int, int]]] = {}
+    for layer in layers.values():
+        kind = layer.compressor.format, layer.compressed.dtype, dispatch.with_index(layer.compressed.device)
+        by_kind.setdefault(kind, set()).add((layer.out_features, layer.in_features))
+    for (format, dtype, device), shapes in by_kind.items():
+        if device.type == "meta":  # offloaded to disk
+            continue
+        if reason := dispatch.prepare(format, shapes, dtype, device):
+            logger.warning_once(f"packed layers unpack their weight for every call, because {reason}")
 
 
 def mark_as_packed(model: PreTrainedModel, quantizer: Sparse24HfQuantizer) -> None:

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.kernels import reference
+from hf_sparse24.kernels import dispatch, reference
 
 NAMESPACE = "hf_sparse24"
 LIB = torch.library.Library(NAMESPACE, "DEF")
+ALIGNMENT = 16  # bytes, of every row that a kernel reads
 
 LIB.define("unpack(Tensor compressed, Tensor bitmask, int in_features) -> Tensor")
 LIB.define("linear(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, int in_features) -> Tensor")
@@ -20,7 +21,52 @@ def _unpack(compressed: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
 
 
 def _linear(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
+    if x.is_cuda and compressed.ndim == 2 and x.shape[-1] == in_features and _fits(x, compressed, bitmask, bias):
+        rows, out_features = x.numel() // max(1, in_features), bitmask.shape[0]
+        choice = dispatch.choose(out_features, in_features, rows, x.dtype, x.device)
+        if choice.config is not None:
+            y = x.new_empty((*x.shape[:-1], out_features))
+            x_rows, y_rows = _rows(x, in_features), y.view(rows, out_features)
+            dispatch.run(choice.config, x_rows, compressed, bitmask, bias, y_rows, _may_start_early(compressed, bitmask))
+            return y
     return reference.linear(x, compressed, bitmask, bias, in_features)
+
+
+def _fits(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None) -> bool:
+    """Whether a kernel can be asked; what is wrong with the others, `F.linear` says."""
+    weights = (compressed, bitmask) if bias is None else (compressed, bitmask, bias)
+    return (
+        x.dtype == compressed.dtype
+        and (bias is None or bias.dtype == x.dtype)
+        and all(tensor.device == x.device and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in weights)
+    )
+
+
+def _rows(x: Tensor, in_features: int) -> Tensor:
+    """x as a matrix whose rows are contiguous and aligned, copied where they are not."""
+    x = x.reshape(-1, in_features)
+    aligned = x.stride(1) == 1 and x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+# Packed tensors that an earlier call, outside of a graph, has read: address -> versions.
+_READ: dict[int, tuple[int, int]] = {}
+
+
+def _may_start_early(compressed: Tensor, bitmask: Tensor) -> bool:
+    """Whether the kernel may fetch its weight while the kernel before it still runs, which pays in CUDA graphs.
+
+    It must not where that one writes the weight: so only if the weight has been read before, and not been changed since.
+    """
+    try:
+        versions = compressed._version, bitmask._version
+    except RuntimeError:  # tensors of inference mode are not counted
+        return False
+    address = compressed.data_ptr()
+    if torch.cuda.is_current_stream_capturing():
+        return _READ.get(address) == versions
+    _READ[address] = versions
+    return False
 
 
 def _linear_grad_x(grad_y: Tensor, compressed: Tensor, bitmask: Tensor, in_features: int) -> Tensor:

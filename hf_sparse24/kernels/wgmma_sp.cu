@@ -1,0 +1,443 @@
+// y = x W^T + bias on Hopper's sparse tensor cores (wgmma.sp, sm_90a), W as it is stored: values (N, K / 2), bitmask (N, K / 8).
+//
+// W is the sparse operand A, so a block computes a transposed tile: BM rows of W (out features) by BN rows of x.
+// A producer thread fills stages of BK dense columns by TMA.  Each consumer warpgroup multiplies 64 rows of W; it reads the
+// bitmask of its rows by itself, AHEAD stages ahead, since TMA is slow with rows as short as these.
+// A cluster has SPLIT x MULTICAST blocks.  MULTICAST blocks lie below each other in W and share the loads of x.  SPLIT blocks
+// share the columns of one tile and sum in rank order through distributed shared memory; without SPLIT a block walks over tiles,
+// and the loads of the next tile begin while this one is written.
+//
+// Compile with -D for all of:
+//   BF16       1: bfloat16, 0: float16
+//   BM         64, 128 or 192 rows of W          BN      8, 16, 32, 64, 128, 192 or 256 rows of x
+//   BK         64, 128 or 256 columns a stage    STAGES  at least 2
+//   AHEAD      1 to 8                            SPLIT, MULTICAST  1 to 8
+//   MIN_BLOCKS blocks that must fit on a multiprocessor
+// K must be a multiple of BK, N and M are free.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int CLUSTER = SPLIT * MULTICAST;
+constexpr int CONSUMER_WARPS = BM / 16;
+constexpr int THREADS = 32 * CONSUMER_WARPS + 32;
+constexpr int VALUES_BYTES = BM * BK;  // BK / 2 values of two bytes
+constexpr int X_BYTES = BN * BK * 2;
+constexpr int STAGE_BYTES = VALUES_BYTES + X_BYTES;
+// A row of a box of values is 128 bytes, or all that a stage has of it.  The swizzle works on eight such rows.
+constexpr int VALUES_ROW = BK < 128 ? 64 : 128;
+constexpr int WORDS = BK / 64;  // of the bitmask, a lane and row
+// With SPLIT the sums take the place of the stages: (BN, PITCH) floats, whose writes meet no bank twice.  Without, each warpgroup
+// has (OUT_ROWS, OUT_PITCH) elements beside them.
+constexpr int PITCH = BM + 4;
+constexpr int OUT_ROWS = BN < 64 ? BN : 64, OUT_PITCH = 64 + 8;
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- barriers and copies ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
+    asm volatile(
+        "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
+        "  mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier), "r"(rank) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra AGAIN; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// With programmatic launch a kernel starts before the one before it has ended.  What that one writes, and reads, must not be
+// touched before `wait_for_kernel_before`.
+__device__ __forceinline__ void start_kernel_after() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// A box at (column, row) of a matrix; what lies outside the matrix is filled with zeros.
+__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
+        ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void load_box_for_all(u32 to, const TensorMap& map, int column, int row, u32 barrier, u16 ranks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+        ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(ranks) : "memory");
+}
+
+// ---- sparse matrix instructions -----------------------------------------------------------------------------------------------
+
+// Mask nibbles with two bits set, each to its two column indices: 2 bits each, ascending, the first in the low bits.
+__device__ __forceinline__ u32 indices_of(u32 mask) {
+    u32 first, second, indices;
+    asm("lop3.b32 %0, %1, %2, 0x11111111, 0x4D;" : "=r"(first) : "r"(mask), "r"(mask >> 1));
+    asm("lop3.b32 %0, %1, %2, 0x22222222, 0x56;" : "=r"(second) : "r"(mask), "r"(mask << 1));
+    asm("lop3.b32 %0, %1, %2, 0x55555555, 0xE4;" : "=r"(indices) : "r"(first), "r"(second));
+    return indices;
+}
+
+// Of a tile whose swizzled rows of 64 or 128 bytes follow each other.
+template <int ROW>
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return u64((address & 0x3FFFF) >> 4) | u64(1) << 16 | u64(8 * ROW >> 4) << 32 | u64(ROW == 128 ? 1 : 2) << 62;
+}
+
+#define R0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define R1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define R2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define R3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define R4 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define R5 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define R6 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define R7 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
+#if BF16
+#define TYPES ".f32.bf16.bf16"
+#else
+#define TYPES ".f32.f16.f16"
+#endif
+#define WGMMA(n, registers, a, b, meta, sel, ...)                                                                            \
+    asm volatile("wgmma.mma_async.sp.sync.aligned.m64n" #n "k32" TYPES " {" registers "}, %" #a ", %" #b ", %" #meta ", %" #sel \
+                 ", 1, 1, 1, 0, 0;" : __VA_ARGS__ : "l"(values), "l"(x), "r"(indices), "n"(SELECTOR))
+
+// d (64, BN) += 64 rows of W times 32 columns of x.  SELECTOR: which pair of lanes of each quad holds the indices.
+template <int SELECTOR>
+__device__ __forceinline__ void multiply(float (&d)[BN / 2], u64 values, u64 x, u32 indices) {
+#if BN == 8
+    WGMMA(8, "%0, %1, %2, %3", 4, 5, 6, 7, F4(0));
+#elif BN == 16
+    WGMMA(16, "%0, %1, %2, %3, %4, %5, %6, %7", 8, 9, 10, 11, F4(0), F4(4));
+#elif BN == 32
+    WGMMA(32, R0, 16, 17, 18, 19, F16(0));
+#elif BN == 64
+    WGMMA(64, R0 ", " R1, 32, 33, 34, 35, F16(0), F16(16));
+#elif BN == 128
+    WGMMA(128, R0 ", " R1 ", " R2 ", " R3, 64, 65, 66, 67, F16(0), F16(16), F16(32), F16(48));
+#elif BN == 192
+    WGMMA(192, R0 ", " R1 ", " R2 ", " R3 ", " R4 ", " R5, 96, 97, 98, 99, F16(0), F16(16), F16(32), F16(48), F16(64), F16(80));
+#elif BN == 256
+    WGMMA(256, R0 ", " R1 ", " R2 ", " R3 ", " R4 ", " R5 ", " R6 ", " R7, 128, 129, 130, 131,
+          F16(0), F16(16), F16(32), F16(48), F16(64), F16(80), F16(96), F16(112));
+#endif
+}
+
+__device__ __forceinline__ void multiply_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void multiply_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int RUNNING>
+__device__ __forceinline__ void multiply_wait(float (&d)[BN / 2]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(RUNNING) : "memory");
+#pragma unroll
+    for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// ---- output -------------------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 pair(float low, float high) {
+    u32 both;
+#if BF16
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+#endif
+    return both;
+}
+
+__device__ __forceinline__ float number(u16 bits) {
+    float value;
+#if BF16
+    value = __uint_as_float(u32(bits) << 16);
+#else
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+#endif
+    return value;
+}
+
+__device__ __forceinline__ void add_remote(float (&sum)[4], u32 address, u32 rank) {
+    u32 remote;
+    float a, b, c, d;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "r"(remote));
+    sum[0] += a, sum[1] += b, sum[2] += c, sum[3] += d;
+}
+
+// Mask words of a lane: the columns of which lane pair 0 holds the first half, pair 1 the second.
+struct Mask { u32 words[WORDS]; };
+
+__device__ __forceinline__ Mask load_mask(const u8* at) {
+    Mask mask;
+#if BK == 64
+    asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(mask.words[0]) : "l"(at));
+#elif BK == 128
+    asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(mask.words[0]), "=r"(mask.words[1]) : "l"(at));
+#else
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(mask.words[0]), "=r"(mask.words[1]), "=r"(mask.words[2]), "=r"(mask.words[3]) : "l"(at));
+#endif
+    return mask;
+}
+
+// The two 8 x 8 fragments, transposed, of 16 rows of W and two times 8 rows of x.
+__device__ __forceinline__ void store_transposed(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+__device__ __forceinline__ void warpgroup_sync(int warpgroup) {
+    asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+
+// Which tiles: first down the rows of W, `group` tiles of them, then along x, then on to the next group.
+struct Tiles {
+    int tiles_n, tiles_m, group;
+    __device__ Tiles(int N, int M, int group) : tiles_n((N + BM * MULTICAST - 1) / (BM * MULTICAST)), tiles_m((M + BN - 1) / BN), group(group) {}
+    __device__ int count() const { return tiles_n * tiles_m; }
+    __device__ void find(int tile, u32 below, int& n0, int& m0) const {
+        const int first = tile / (group * tiles_m) * group, width = min(group, tiles_n - first), within = tile - first * tiles_m;
+        m0 = within / width * BN;
+        n0 = ((first + within % width) * MULTICAST + int(below)) * BM;
+    }
+};
+
+// values: uint16 (N, K / 2), boxes (BM, 64 or BK / 2), swizzled by the bytes of their rows.
+// x: uint16 (M, K), boxes (BN / MULTICAST, 64), swizzled by 128 bytes.
+// bitmask: (N, K / 8).  y: (M, N).  bias: (N) or null.  group: see Tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+wgmma_sp(const __grid_constant__ TensorMap values_map, const __grid_constant__ TensorMap x_map, const u8* __restrict__ bitmask,
+         u16* __restrict__ y, const u16* __restrict__ bias, long long m_rows, long long n_rows, long long columns, long long group) {
+    const int M = int(m_rows), N = int(n_rows), K = int(columns);
+    extern __shared__ __align__(1024) u8 shared[];
+    __shared__ __align__(8) u64 barriers[2 * STAGES];
+    const u32 stages = shared_address(shared), full = shared_address(barriers), empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 rank = CLUSTER > 1 ? cluster_rank() : 0, part = rank / MULTICAST, below = rank % MULTICAST;
+    const Tiles tiles(N, M, int(group));
+    const int step = gridDim.x / CLUSTER, chunks = K / BK;
+    const int begin = chunks * int(part) / SPLIT, end = chunks * int(part + 1) / SPLIT;
+
+    start_kernel_after();
+    if (threadIdx.x == 32 * CONSUMER_WARPS) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, CONSUMER_WARPS * MULTICAST);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    if (MULTICAST > 1) cluster_sync(); else __syncthreads();
+
+    if (warp == CONSUMER_WARPS) {
+        if (lane == 0) {
+            u64 once, often;  // weights that are read by one block pass through the cache
+            asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+            asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+            if (tiles.tiles_m > 1) once = often;
+            auto load_values = [&](int s, int chunk, int n0) {
+                barrier_expect(full + 8 * s, STAGE_BYTES);
+                for (int a = 0; a < BK / VALUES_ROW; ++a)
+                    load_box(stages + s * STAGE_BYTES + a * BM * VALUES_ROW, values_map, chunk * (BK / 2) + a * 64, n0, full + 8 * s, once);
+            };
+            int n0, m0, early = min(STAGES, end - begin);
+            tiles.find(blockIdx.x / CLUSTER, below, n0, m0);
+            for (int s = 0; s < early; ++s) load_values(s, begin + s, n0);
+            wait_for_kernel_before();
+            int s = 0, phase = 1;
+            for (int tile = blockIdx.x / CLUSTER; tile < tiles.count(); tile += step) {
+                tiles.find(tile, below, n0, m0);
+                for (int chunk = begin; chunk < end; ++chunk) {
+                    const u32 stage = stages + s * STAGE_BYTES, barrier = full + 8 * s;
+                    if (--early < 0) {
+                        barrier_wait(empty + 8 * s, phase);
+                        load_values(s, chunk, n0);
+                    }
+                    for (int b = 0; b < BK / 64; ++b) {
+                        const u32 to = stage + VALUES_BYTES + b * BN * 128;
+                        if (MULTICAST == 1)
+                            load_box(to, x_map, chunk * BK + b * 64, m0, barrier, often);
+                        else
+                            load_box_for_all(to + below * (BN / MULTICAST * 128), x_map, chunk * BK + b * 64, m0 + below * (BN / MULTICAST),
+                                             barrier, ((1 << MULTICAST) - 1) << part * MULTICAST);
+                    }
+                    if (++s == STAGES) s = 0, phase ^= 1;
+                }
+            }
+        }
+        __syncwarp();
+    } else {
+        const int warpgroup = warp / 4, row = warp * 16 + lane / 4;  // of the tile, and row + 8
+        const u32 halves = lane & 1 ? 0x7632 : 0x5410;
+        int s = 0, phase = 0;
+        auto release = [&](int stage) {
+            if (MULTICAST == 1) {
+                if (lane == 0) barrier_arrive(empty + 8 * stage);
+            } else if (lane < MULTICAST) {
+                barrier_arrive(empty + 8 * stage, part * MULTICAST + lane);
+            }
+        };
+        for (int tile = blockIdx.x / CLUSTER; tile < tiles.count(); tile += step) {
+            int n0, m0;
+            tiles.find(tile, below, n0, m0);
+            const u8* mask_at = bitmask + u64(min(n0 + row, N - 1)) * (K / 8) + (lane & 2) * (BK / 32);
+            const u8* mask8_at = bitmask + u64(min(n0 + row + 8, N - 1)) * (K / 8) + (lane & 2) * (BK / 32);
+            Mask ahead[AHEAD], ahead8[AHEAD];
+#pragma unroll
+            for (int p = 0; p < AHEAD; ++p)
+                if (begin + p < end) {
+                    ahead[p] = load_mask(mask_at + (begin + p) * (BK / 8));
+                    ahead8[p] = load_mask(mask8_at + (begin + p) * (BK / 8));
+                }
+            wait_for_kernel_before();
+            float d[BN / 2];
+#pragma unroll
+            for (int i = 0; i < BN / 2; ++i) d[i] = 0;
+            int last = -1;
+            for (int chunk0 = begin; chunk0 < end; chunk0 += AHEAD) {
+#pragma unroll
+                for (int p = 0; p < AHEAD; ++p) {
+                    const int chunk = chunk0 + p;
+                    if (chunk >= end) break;
+                    u32 indices[WORDS];
+#pragma unroll
+                    for (int w = 0; w < WORDS; ++w) indices[w] = indices_of(__byte_perm(ahead[p].words[w], ahead8[p].words[w], halves));
+                    if (chunk + AHEAD < end) {
+                        ahead[p] = load_mask(mask_at + (chunk + AHEAD) * (BK / 8));
+                        ahead8[p] = load_mask(mask8_at + (chunk + AHEAD) * (BK / 8));
+                    }
+                    const u32 stage = stages + s * STAGE_BYTES;
+                    barrier_wait(full + 8 * s, phase);
+                    const u64 values = descriptor<VALUES_ROW>(stage + warpgroup * 64 * VALUES_ROW);
+                    const u64 x = descriptor<128>(stage + VALUES_BYTES);
+                    multiply_begin();
+                    // 32 columns are 32 bytes of values and 64 bytes of x; descriptors count in units of 16 bytes.
+#pragma unroll
+                    for (int t = 0; t < 2 * WORDS; ++t) {
+                        const u64 v = values + t * 32 / VALUES_ROW * (BM * VALUES_ROW / 16) + t * 32 % VALUES_ROW / 16;
+                        const u64 b = x + t / 2 * (BN * 128 / 16) + t % 2 * 4;
+                        if (t < WORDS)
+                            multiply<0>(d, v, b, indices[t]);
+                        else
+                            multiply<1>(d, v, b, indices[t - WORDS]);
+                    }
+                    multiply_end();
+                    multiply_wait<1>(d);  // the products of the stage before are done
+                    if (last >= 0) release(last);
+                    last = s;
+                    if (++s == STAGES) s = 0, phase ^= 1;
+                }
+            }
+            multiply_wait<0>(d);
+            if (last >= 0) release(last);
+
+            if (SPLIT == 1) {
+                float add = 0, add8 = 0;
+                if (bias) add = number(bias[min(n0 + row, N - 1)]), add8 = number(bias[min(n0 + row + 8, N - 1)]);
+                u16* const out = reinterpret_cast<u16*>(shared + STAGES * STAGE_BYTES) + warpgroup * OUT_ROWS * OUT_PITCH;
+                const u32 to = shared_address(out) + ((lane / 16 * 8 + lane % 8) * OUT_PITCH + warp % 4 * 16 + lane / 8 % 2 * 8) * 2;
+                const int thread = threadIdx.x % 128, column = thread % 8 * 8, n = n0 + warpgroup * 64 + column;
+#pragma unroll
+                for (int r = 0; r < BN; r += OUT_ROWS) {
+                    if (m0 + r >= M) break;
+                    warpgroup_sync(warpgroup);  // what was there is written
+#pragma unroll
+                    for (int j = 0; j < OUT_ROWS; j += 16) {
+                        const float* f = d + (r + j) / 2;
+                        if (BN == 8) {
+                            asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
+                                "r"(pair(f[0] + add, f[1] + add)), "r"(pair(f[2] + add8, f[3] + add8)) : "memory");
+                        } else {
+                            store_transposed(to + j * OUT_PITCH * 2, pair(f[0] + add, f[1] + add), pair(f[2] + add8, f[3] + add8),
+                                             pair(f[4] + add, f[5] + add), pair(f[6] + add8, f[7] + add8));
+                        }
+                    }
+                    warpgroup_sync(warpgroup);
+                    for (int m = thread / 8; m < OUT_ROWS && m0 + r + m < M; m += 16) {
+                        const uint4 eight = *reinterpret_cast<const uint4*>(out + m * OUT_PITCH + column);
+                        u16* const at = y + u64(m0 + r + m) * N + n;
+                        if (N % 8 == 0 && n < N) {
+                            *reinterpret_cast<uint4*>(at) = eight;
+                        } else {
+                            for (int e = 0; e < 8 && n + e < N; ++e) at[e] = out[m * OUT_PITCH + column + e];
+                        }
+                    }
+                }
+            } else {
+                asm volatile("bar.sync 1, %0;" ::"n"(CONSUMER_WARPS * 32) : "memory");  // the stages are free
+                float* to = reinterpret_cast<float*>(shared) + lane % 4 * 2 * PITCH + row;
+#pragma unroll
+                for (int j = 0; j < BN / 8; ++j, to += 8 * PITCH) {
+                    to[0] = d[4 * j], to[PITCH] = d[4 * j + 1];
+                    to[8] = d[4 * j + 2], to[PITCH + 8] = d[4 * j + 3];
+                }
+            }
+        }
+    }
+
+    if (SPLIT > 1) {
+        wait_for_kernel_before();  // all threads write
+        cluster_sync();
+        int n0, m0;
+        tiles.find(blockIdx.x / CLUSTER, below, n0, m0);
+        const int rows = min(BN, M - m0);
+        constexpr int TURNS = SPLIT > 2 ? 2 : 4;  // the loads of so many sums are under way at a time
+        for (int first = threadIdx.x + part * THREADS; first < rows * (BM / 4); first += TURNS * SPLIT * THREADS) {
+            float sum[TURNS][4] = {};
+#pragma unroll
+            for (int t = 0; t < TURNS; ++t) {
+                const int i = first + t * SPLIT * THREADS, m = i / (BM / 4), n = i % (BM / 4) * 4;
+                if (i < rows * (BM / 4)) {
+#pragma unroll
+                    for (int p = 0; p < SPLIT; ++p) add_remote(sum[t], stages + (m * PITCH + n) * 4, p * MULTICAST + below);
+                }
+            }
+#pragma unroll
+            for (int t = 0; t < TURNS; ++t) {
+                const int i = first + t * SPLIT * THREADS, m = i / (BM / 4), n = i % (BM / 4) * 4, out = n0 + n;
+                if (i >= rows * (BM / 4) || out >= N) continue;
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (bias && out + e < N) sum[t][e] += number(bias[out + e]);
+                const u32 low = pair(sum[t][0], sum[t][1]), high = pair(sum[t][2], sum[t][3]);
+                u16* const to = y + u64(m0 + m) * N + out;
+                if (N % 4 == 0) {
+                    *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
+                } else {
+                    to[0] = u16(low);
+                    if (out + 1 < N) to[1] = u16(low >> 16);
+                    if (out + 2 < N) to[2] = u16(high);
+                    if (out + 3 < N) to[3] = u16(high >> 16);
+                }
+            }
+        }
+    }
+    // A block's memory must outlive the others' reading it, and its barriers their arrivals.
+    if (CLUSTER > 1) cluster_sync();
+}
