@@ -162,7 +162,11 @@ def measure(weights: Weights, m: int, configs: list) -> list[dict]:
     best = sorted((r for r in records if "us" in r), key=lambda r: r["us"])
     wrong = [(r["config"], r["error"]) for r in records if "us" not in r]
     least = min(dense_us, again_us)
-    print(f"{n}x{k} M={m}: dense {dense_us:.1f}/{again_us:.1f}; " + "; ".join(f"{least / r['us']:.2f}x {r['us']:.1f} {r['config']}" for r in best[:1]), flush=True)
+    print(
+        f"{n}x{k} M={m}: dense {dense_us:.1f}/{again_us:.1f}; "
+        + "; ".join(f"{least / r['us']:.2f}x {r['us']:.1f} {r['config']}" for r in best[:1]),
+        flush=True,
+    )
     if wrong:
         print("    WRONG", len(wrong), wrong[:2], flush=True)
     for r in records:

@@ -128,7 +128,7 @@ def layout_of(out_features: int, in_features: int, dtype: torch.dtype) -> dict[s
     weight = CusparseltWeight.from_parts(compressed, bitmask, in_features)
     return {
         **{"bytes": buffer.numel(), "expected_bytes": cusparselt.compressed_bytes(out_features, in_features), "prefix_is_values": exact},
-        **{"ones_give_same_buffer": not weight.why_two_copies and torch.equal(weight.buffer, buffer), "why": weight.why_two_copies},
+        **{"ones_give_same_buffer": torch.equal(weight.buffer, buffer)},
     }
 
 
@@ -302,7 +302,7 @@ def memory() -> dict[str, Any]:
         dense = 2 * out_features * in_features
         result[f"{out_features}x{in_features}"] = {
             **{"packed": packed / dense, "with_cusparselt": shared / dense, "after_a_call": after / dense},
-            **{"peak_while_building": peak / dense, "holds": weight.holds(compressed)},
+            **{"peak_while_building": peak / dense},
         }
         del weight, compressed, bitmask
     return result
@@ -398,9 +398,7 @@ def times() -> dict[str, Any]:
         compressed, bitmask = draw_parts(out_features, in_features, BF16, deficient=False)
         first = CusparseltWeight.from_parts(compressed, bitmask, in_features)
         copies = max(2, -(-int(ROTATE_BYTES) // first.size_bytes))
-        weights = [first] + [
-            CusparseltWeight(first.buffer.clone(), out_features, in_features, BF16, first.why_two_copies) for _ in range(copies - 1)
-        ]
+        weights = [first] + [CusparseltWeight(first.buffer.clone(), out_features, in_features, BF16) for _ in range(copies - 1)]
         dense = [reference.unpack(compressed, bitmask, in_features)]
         dense += [dense[0].clone() for _ in range(copies - 1)]
         budget_s = (TIMES_UNTIL_S - elapsed_s()) / (len(TIME_SHAPES) - TIME_SHAPES.index((out_features, in_features)))
@@ -435,11 +433,10 @@ def times() -> dict[str, Any]:
                 flush=True,
             )
             if best.time_us * (1 + max(best.spread, default.spread)) < default.time_us:
-                key = (out_features, in_features, cusparselt.bucket_of(rows))
+                key = (out_features, in_features, rows)
                 found["table"].append(f"{key}: {best.algorithm!r},")
         del weights, dense, first, compressed, bitmask
     records.sort(key=lambda record: (record["N"], record["K"], record["M"]))
-    print("\nALGORITHMS entries:", *found["table"], sep="\n    ")
     return found
 
 

@@ -26,7 +26,7 @@ from hf_sparse24.compressors import SPARSITY_COMPRESSORS, PackedTensorError
 from hf_sparse24.config import SparsityConfig
 from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.kernels import dispatch
-from hf_sparse24.linear import LAYERS, PackedLinear
+from hf_sparse24.linear import LAYERS, PackedLinear, Sparse24Linear
 from hf_sparse24.modules import left_out, listed, packable_modules, packed_layers, refusal, tied_names
 
 logger = logging.get_logger(__name__)
@@ -319,7 +319,7 @@ def check_packed_layers(model: nn.Module) -> None:
 
 
 def prepare_kernels(layers: Mapping[str, PackedLinear]) -> None:
-    """Compile what the layers' first calls would wait for; warn once about layers for which there is no kernel."""
+    """Do what the layers' first calls would wait for; warn once about layers for which there is no kernel."""
     by_kind: dict[tuple[str, torch.dtype, torch.device], set[tuple[int, int]]] = {}
     for layer in layers.values():
         kind = layer.compressor.format, layer.compressed.dtype, dispatch.with_index(layer.compressed.device)
@@ -329,6 +329,9 @@ def prepare_kernels(layers: Mapping[str, PackedLinear]) -> None:
             continue
         if reason := dispatch.prepare(format, shapes, dtype, device):
             logger.warning_once(f"packed layers unpack their weight for every call, because {reason}")
+    for layer in layers.values():
+        if isinstance(layer, Sparse24Linear):
+            layer.prepare()
 
 
 def mark_as_packed(model: PreTrainedModel, quantizer: Sparse24HfQuantizer) -> None:

@@ -21,6 +21,11 @@ def time_us(config: MmaSp | WgmmaSp, n: int, k: int, m: int) -> float:
     return _mma_sp(config, n, k, m) if isinstance(config, MmaSp) else _wgmma_sp(config, n, k, m)
 
 
+def cusparselt_us(n: int, k: int, m: int) -> float:
+    """Microseconds of cuSPARSELt: 0.94 us for 128 columns of a tile of 128 x 256 (benchmarks/results/cusparselt-h200.json)."""
+    return 2 + math.ceil(-(-n // 128) * -(-m // 256) / ROOM[1]) * k / 128 * 0.94
+
+
 def _wgmma_sp(c: WgmmaSp, n: int, k: int, m: int) -> float:
     size = c.split * c.multicast
     occupancy = max(c.min_blocks, min(SHARED_BYTES // (c.shared_bytes + 1024), REGISTERS // ((c.bn // 2 + 80) * c.threads)))

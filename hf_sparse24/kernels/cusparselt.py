@@ -118,20 +118,15 @@ class Algorithm:
 
 
 DEFAULT = Algorithm()
-# (out_features, in_features, bucket of rows) -> algorithm, by (compute capability, dtype): what `search` found to be faster than
-# DEFAULT beyond the spread.  benchmarks/device/cusparselt_check.py prints the lines; empty until somebody measured.
-ALGORITHMS: dict[tuple[tuple[int, int], torch.dtype], dict[tuple[int, int, int], Algorithm]] = {}
-BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# Ids of the algorithms that were fastest, or within 3 % of that, for large products (benchmarks/results/cusparselt-h200.json).
+MANY_ROWS, MANY, FEWER = 768, Algorithm(17), Algorithm(20)
 
 
-def bucket_of(rows: int) -> int:
-    """The smallest bucket that holds so many rows; the largest holds all above."""
-    return next((bucket for bucket in BUCKETS if rows <= bucket), BUCKETS[-1])
-
-
-def choose_algorithm(capability: tuple[int, int], dtype: torch.dtype, out_features: int, in_features: int, rows: int) -> Algorithm:
-    """The algorithm of the table, else DEFAULT."""
-    return ALGORITHMS.get((capability, dtype), {}).get((out_features, in_features, bucket_of(rows)), DEFAULT)
+def choose_algorithm(capability: tuple[int, int], rows: int) -> Algorithm:
+    """What was measured on a Hopper GPU, else the library's default, which is up to twice as slow there."""
+    if capability != (9, 0):
+        return DEFAULT
+    return MANY if rows >= MANY_ROWS else FEWER
 
 
 def why_not(device: torch.device | None = None) -> str | None:
@@ -169,7 +164,7 @@ def why_not_version(version: tuple[int, int, int]) -> str | None:
 
 
 def why_not_weight(out_features: int, in_features: int, dtype: torch.dtype) -> str | None:
-    """Why the library cannot hold such a weight, or None; shapes that it pads are fine (`CusparseltWeight.why_two_copies`)."""
+    """Why the library cannot hold such a weight, or None."""
     if dtype not in CUDA_TYPE:
         return f"dtype must be float16 or bfloat16 for cuSPARSELt, got {dtype}"
     for name, size in (("out_features", out_features), ("in_features", in_features)):
@@ -196,19 +191,19 @@ def check_layout(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class CusparseltWeight:
-    """A 2:4 weight in cuSPARSELt's compressed buffer, whose first bytes are the packed values wherever the library allows it.
+    """A 2:4 weight in cuSPARSELt's compressed buffer, whose first bytes are the packed values.
 
     Attributes:
         buffer: (bytes,), uint8: values, then the library's metadata.  What `linear` needs.
         values: (out_features, in_features // 2), a view of the buffer: make the layer's `compressed` this view, and the values
-            exist once.  None if the library pads this shape.
-        why_two_copies: Why `values` is None.
+            exist once.
+        metadata: The rest of the buffer, another view.
     """
 
-    def __init__(self, buffer: Tensor, out_features: int, in_features: int, dtype: torch.dtype, why_two_copies: str | None):
+    def __init__(self, buffer: Tensor, out_features: int, in_features: int, dtype: torch.dtype):
         self.buffer, self.out_features, self.in_features, self.dtype = buffer, out_features, in_features, dtype
-        self.why_two_copies = why_two_copies
-        self.values = None if why_two_copies else _prefix(buffer, out_features, in_features, dtype)
+        self.values = _prefix(buffer, out_features, in_features, dtype)
+        self.metadata = buffer[self.values.nbytes :]
 
     @classmethod
     def from_parts(cls, compressed: Tensor, bitmask: Tensor, in_features: int) -> "CusparseltWeight":
@@ -226,7 +221,8 @@ class CusparseltWeight:
             The weight; any stored value is kept bit for bit, NaN and -0.0 too.
 
         Raises:
-            CusparseltError: `why_not`, `check_layout` or `why_not_weight` has a reason against it.
+            CusparseltError: `why_not`, `check_layout` or `why_not_weight` has a reason against it, or the library pads the shape,
+                so that values would be stored twice.
         """
         out_features, device, dtype = compressed.shape[0], compressed.device, compressed.dtype
         reason = why_not_weight(out_features, in_features, dtype) or check_layout(device, dtype)
@@ -240,22 +236,11 @@ class CusparseltWeight:
         buffer = context.compress(unpack_bits(bitmask, in_features).to(dtype))
         values = _prefix(buffer, out_features, in_features, dtype)
         expected_bytes = compressed_bytes(out_features, in_features)
-        if buffer.numel() == expected_bytes and bool((values == 1).all()):
-            values.copy_(compressed)
-            return cls(buffer, out_features, in_features, dtype, None)
-        why = f"cuSPARSELt pads {out_features} x {in_features}: {buffer.numel()} bytes instead of {expected_bytes}, or values with gaps"
-        # Only zeros are at stake where the library chooses; + 0.0 makes -0.0 a zero for it, too.
-        dense = reference.unpack(compressed, bitmask, in_features) + 0.0
-        return cls(context.compress(dense), out_features, in_features, dtype, why)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the buffer, values included."""
-        return self.buffer.numel()
-
-    def holds(self, compressed: Tensor) -> bool:
-        """Whether a tensor is this weight's memory of the values, so that no second copy exists."""
-        return self.values is not None and compressed.data_ptr() == self.values.data_ptr() and compressed.shape == self.values.shape
+        if buffer.numel() != expected_bytes or not bool((values == 1).all()):
+            found = f"{buffer.numel()} bytes instead of {expected_bytes}, or values with gaps"
+            raise CusparseltError(f"cuSPARSELt pads {out_features} x {in_features}: {found}")
+        values.copy_(compressed)
+        return cls(buffer, out_features, in_features, dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None = None, algorithm: Algorithm | None = None) -> Tensor:
         """`linear` with this weight; also a ValueError if x has another dtype, which the buffer alone does not tell."""
@@ -313,7 +298,7 @@ def linear(x: Tensor, buffer: Tensor, out_features: int, bias: Tensor | None = N
     for start in range(0, rows, step):
         x_part, y_part = (x, y2) if rows <= step else (x[start : start + step], y2[start : start + step])
         num_rows = x_part.shape[0]
-        chosen = algorithm or choose_algorithm(context.capability, x.dtype, out_features, in_features, num_rows)
+        chosen = algorithm or choose_algorithm(context.capability, num_rows)
         if num_rows % DENSE_MULTIPLE and not facts.exact_rows:
             # The rows that fill up are whatever memory holds: they end in rows of y that are cut off.
             x_full = x.new_empty((num_rows + -num_rows % DENSE_MULTIPLE, in_features))
@@ -554,7 +539,7 @@ class _Context:
         except CusparseltError as error:
             if strict or key.algorithm == DEFAULT:
                 raise
-            warnings.warn(f"{key.algorithm} of the table ALGORITHMS is refused, the library's default runs: {error}", stacklevel=2)
+            warnings.warn(f"{key.algorithm} is refused, the library's default runs: {error}", stacklevel=2)
             plan = _Plan(self, replace(key, algorithm=DEFAULT), bias)
         self.plans[key] = plan
         while len(self.plans) > MAX_PLANS:
@@ -726,8 +711,6 @@ def _self_test(context: _Context, dtype: torch.dtype) -> _Facts:
         if not torch.equal(_prefix(buffer, out_features, in_features, dtype), distinct):
             return _Facts(f"cuSPARSELt's buffer of {name} does not begin with the row-major values")
         sample = _Sample.draw(context, out_features, in_features, dtype, dice)
-        if sample.weight.values is None:
-            return _Facts(f"a buffer of ones does not begin with ones: {sample.weight.why_two_copies}")
         if not sample.is_right(TEST_ROWS):
             return _Facts(f"cuSPARSELt's product of {name} is wrong")
     bias = sample.bias_mode()

@@ -3,6 +3,7 @@
     path         what                                              where
     mma_sp       few rows of x, our kernel                         from compute capability 8.0
     wgmma_sp     any number of rows, our kernel                    compute capability 9.0
+    cusparselt   many rows, NVIDIA's library                       from compute capability 8.0, with its metadata
     unpack       the dense weight, made for the call, and cuBLAS   everywhere
 
 A kernel can be compiled in many configurations.  `CONFIGS` are those that are used: five or so for each number of rows lose less
@@ -19,16 +20,16 @@ import torch
 from torch import Tensor
 
 from hf_sparse24.compressors import Sparse24Compressor
-from hf_sparse24.kernels import cost
+from hf_sparse24.kernels import cost, cusparselt
 from hf_sparse24.kernels.compile import KernelCompileError, arch_of, compile_all, load_kernel
 from hf_sparse24.kernels.sparse_mma import MmaSp, WgmmaSp
 
 KERNELS = (MmaSp, WgmmaSp)
-PATHS = (*(kernel.source for kernel in KERNELS), "unpack")
+PATHS = (*(kernel.source for kernel in KERNELS), "cusparselt", "unpack")
 MIN_CAPABILITY = (8, 0)
 SPARSE24 = Sparse24Compressor.format
 DTYPES = (torch.bfloat16, torch.float16)
-# Beyond so many rows every path but `wgmma_sp` is slower than cuBLAS on the unpacked weight.
+# More rows than `mma_sp` is for, and fewer than cuSPARSELt is.
 MMA_ROWS = 64
 # Rows for which kernels are compiled ahead of the first call.
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -91,7 +92,6 @@ class Choice:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-@functools.cache
 def why_not(path: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a path cannot run on a device with weights of a dtype, or None if it can for some problems.
 
@@ -106,6 +106,8 @@ def why_not(path: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{device.type} has no sparse tensor cores"
     if dtype not in DTYPES:
         return f"no kernel for {dtype}"
+    if path == "cusparselt":
+        return cusparselt.why_not(device)
     capability = torch.cuda.get_device_capability(device)
     if path == "wgmma_sp" and capability != (9, 0):
         return f"compute capability {capability} is not (9, 0)"
@@ -115,7 +117,7 @@ def why_not(path: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 @functools.cache
-def choose(n: int, k: int, m: int, dtype: torch.dtype, device: torch.device) -> Choice:
+def choose(n: int, k: int, m: int, dtype: torch.dtype, device: torch.device, has_metadata: bool = False) -> Choice:
     """The fastest path for a problem, by measurement, on a Hopper GPU; elsewhere the only kernel there is, where it can.
 
     Args:
@@ -124,6 +126,7 @@ def choose(n: int, k: int, m: int, dtype: torch.dtype, device: torch.device) -> 
         m: Rows of x.
         dtype: Of weight and x.
         device: With an index, if it is a CUDA device.
+        has_metadata: Whether cuSPARSELt's metadata lies behind the values.
     """
     reasons = {path: reason for path in PATHS if (reason := why_not(path, device, dtype))}
     for kernel in KERNELS:
@@ -140,17 +143,28 @@ def choose(n: int, k: int, m: int, dtype: torch.dtype, device: torch.device) -> 
             reasons.setdefault(config.source, reason)
         else:
             fitting.append(config)
-    if not fitting:
+    times_us = {config: cost.time_us(config, n, k, m) * CONFIGS.get(config, 1.0) for config in fitting}
+    best = min(times_us, key=times_us.__getitem__, default=None)
+    if not has_metadata:
+        reasons.setdefault("cusparselt", "its metadata is not beside the values: see Sparse24Linear.prepare")
+    elif m <= MMA_ROWS:
+        reasons.setdefault("cusparselt", f"{m} rows of x are no more than {MMA_ROWS}")
+    if "cusparselt" not in reasons and (best is None or cost.cusparselt_us(n, k, m) < times_us[best]):
+        slower = f"cusparselt is faster: about {cost.cusparselt_us(n, k, m):.1f} us on an H200"
+        return Choice("cusparselt", None, {path: reasons.get(path, slower) for path in PATHS if path != "cusparselt"})
+    if best is None:
         return Choice("unpack", None, reasons)
-    config = min(fitting, key=lambda config: cost.time_us(config, n, k, m) * CONFIGS.get(config, 1.0))
-    could = {other.source for other in fitting} | {"unpack"}
-    slower = f"{config.source} is faster: about {cost.time_us(config, n, k, m):.1f} us on an H200"
-    return Choice(config.source, config, {path: slower if path in could else reasons[path] for path in PATHS if path != config.source})
+    slower = f"{best.source} is faster: about {times_us[best]:.1f} us on an H200"
+    fits = {config.source for config in fitting}
+    others = {path: slower if path in fits else reasons.get(path, slower) for path in PATHS if path != best.source}
+    return Choice(best.source, best, others)
 
 
-def explain(n: int, k: int, m: int, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cuda") -> Choice:
+def explain(
+    n: int, k: int, m: int, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cuda", has_metadata: bool = False
+) -> Choice:
     """Say which path a packed (n, k) weight takes with m rows of x, and why each other does not; see `choose`."""
-    return choose(n, k, m, dtype, with_index(torch.device(device)))
+    return choose(n, k, m, dtype, with_index(torch.device(device)), has_metadata)
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.kernels import dispatch, reference
+from hf_sparse24.kernels import cusparselt, dispatch, reference
 
 NAMESPACE = "hf_sparse24"
 LIB = torch.library.Library(NAMESPACE, "DEF")
 ALIGNMENT = 16  # bytes, of every row that a kernel reads
 
 LIB.define("unpack(Tensor compressed, Tensor bitmask, int in_features) -> Tensor")
-LIB.define("linear(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, int in_features) -> Tensor")
+LIB.define("linear(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, Tensor? metadata, int in_features) -> Tensor")
 LIB.define("linear_grad_x(Tensor grad_y, Tensor compressed, Tensor bitmask, int in_features) -> Tensor")
 
 
@@ -20,10 +20,14 @@ def _unpack(compressed: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
     return reference.unpack(compressed, bitmask, in_features)
 
 
-def _linear(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
+def _linear(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, metadata: Tensor | None, in_features: int) -> Tensor:
     if x.is_cuda and compressed.ndim == 2 and x.shape[-1] == in_features and _fits(x, compressed, bitmask, bias):
         rows, out_features = x.numel() // max(1, in_features), bitmask.shape[0]
-        choice = dispatch.choose(out_features, in_features, rows, x.dtype, x.device)
+        buffer = _cusparselt_buffer(compressed, metadata)
+        choice = dispatch.choose(out_features, in_features, rows, x.dtype, x.device, buffer is not None)
+        if choice.path == "cusparselt":
+            assert buffer is not None
+            return cusparselt.linear(x, buffer, out_features, bias)
         if choice.config is not None:
             y = x.new_empty((*x.shape[:-1], out_features))
             x_rows, y_rows = _rows(x, in_features), y.view(rows, out_features)
@@ -40,6 +44,14 @@ def _fits(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None) -
         and (bias is None or bias.dtype == x.dtype)
         and all(tensor.device == x.device and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in weights)
     )
+
+
+def _cusparselt_buffer(compressed: Tensor, metadata: Tensor | None) -> Tensor | None:
+    """The values and what follows them in memory, as bytes, or None if that is not the metadata (after a move, say)."""
+    if metadata is None or metadata.device != compressed.device or metadata.data_ptr() != compressed.data_ptr() + compressed.nbytes:
+        return None
+    start, size = compressed.storage_offset() * compressed.element_size(), compressed.nbytes + metadata.numel()
+    return torch.empty(0, dtype=torch.uint8, device=compressed.device).set_(compressed.untyped_storage(), start, (size,), (1,))
 
 
 def _rows(x: Tensor, in_features: int) -> Tensor:
@@ -83,7 +95,7 @@ def _unpack_fake(compressed: Tensor, bitmask: Tensor, in_features: int) -> Tenso
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear", lib=LIB)
-def _linear_fake(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
+def _linear_fake(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, metadata: Tensor | None, in_features: int) -> Tensor:
     torch._check(x.shape[-1] == in_features, lambda: f"x has {x.shape[-1]} features, the weight {in_features}")
     return x.new_empty(*x.shape[:-1], bitmask.shape[0])
 
@@ -94,16 +106,16 @@ def _linear_grad_x_fake(grad_y: Tensor, compressed: Tensor, bitmask: Tensor, in_
 
 
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, compressed, bitmask, _, in_features = inputs
+    _, compressed, bitmask, _, _, in_features = inputs
     ctx.save_for_backward(compressed, bitmask)
     ctx.in_features = in_features
 
 
-def _linear_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+def _linear_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None, None]:
     compressed, bitmask = ctx.saved_tensors
     grad_x = linear_grad_x(grad_y, compressed, bitmask, ctx.in_features) if ctx.needs_input_grad[0] else None
     grad_bias = grad_y.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
-    return grad_x, None, None, grad_bias, None
+    return grad_x, None, None, grad_bias, None, None
 
 
 torch.library.register_autograd(f"{NAMESPACE}::linear", _linear_backward, setup_context=_save_packed, lib=LIB)

@@ -31,11 +31,9 @@ def to_torch(parts: Mapping[str, Tensor]) -> SparseSemiStructuredTensorCUSPARSEL
     """
     out_features, in_features = shape_of(parts["shape"])
     weight = CusparseltWeight.from_parts(parts["compressed"], parts["bitmask"], in_features)
-    if weight.why_two_copies:
-        raise CusparseltError(f"torch's semi-structured tensor cannot hold this weight: {weight.why_two_copies}")
     return SparseSemiStructuredTensorCUSPARSELT(
         shape=torch.Size((out_features, in_features)),
-        packed=weight.buffer.view(weight.dtype),
+        packed=weight.buffer.view(weight.dtype).view(out_features, -1),
         meta=None,
         packed_t=None,
         meta_t=None,

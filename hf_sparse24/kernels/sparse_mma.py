@@ -218,10 +218,14 @@ _MAPS: "OrderedDict[tuple[Any, ...], Any]" = OrderedDict()
 
 def _new_map(matrix: Tensor, rows: int, columns: int) -> Any:
     import numpy as np
-    from cuda.core import TensorMapDescriptorOptions
+    from cuda.core import Buffer, TensorMapDescriptorOptions
     from cuda.core.utils import StridedMemoryView
 
-    view = StridedMemoryView.from_dlpack(matrix.detach().view(torch.uint16), stream_ptr=-1)
+    # By address: a map of the tensor itself would keep its memory.
+    size, (pitch, _) = matrix.element_size(), matrix.stride()
+    nbytes = ((matrix.shape[0] - 1) * pitch + matrix.shape[1]) * size
+    buffer = Buffer.from_handle(matrix.data_ptr(), nbytes)
+    view = StridedMemoryView.from_buffer(buffer, tuple(matrix.shape), (pitch, 1), itemsize=size, dtype=np.dtype("u2"))
     options = TensorMapDescriptorOptions((rows, columns), data_type=np.dtype("u2"))
     swizzles = type(options.swizzle)  # cuda-core 1.2 exports the options, but not their enumerations
     options.swizzle = {32: swizzles.SWIZZLE_64B, 64: swizzles.SWIZZLE_128B}[columns]

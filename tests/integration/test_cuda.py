@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import Sparse24Config, Sparse24Linear
 from hf_sparse24.compressors import Sparse24Compressor, SparseBitmaskCompressor
+from hf_sparse24.kernels import dispatch
 from hf_sparse24.pattern import mask_2_4, structure
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +64,18 @@ def test_model_loads_to_the_device_and_saves_the_same_bytes(golden, tmp_path, ke
     assert (tmp_path / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
+def test_default_keeps_layers_packed_and_the_kernels_run(golden, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(golden / "sparse-24-bitmask", device_map="cuda")
+    layers = [module for module in model.modules() if isinstance(module, Sparse24Linear)]
+    assert layers
+    ran, run = [], dispatch.run
+    monkeypatch.setattr(dispatch, "run", lambda config, *args: (ran.append(config.source), run(config, *args)))
+    dense = AutoModelForCausalLM.from_pretrained(golden / "sparse-24-bitmask", quantization_config=Sparse24Config(run_compressed=False))
+    tokens = torch.tensor([[1, 5, 9, 33]])
+    torch.testing.assert_close(model(tokens.cuda()).logits.cpu(), dense(tokens).logits, rtol=0.05, atol=0.02)
+    assert len(ran) == len([layer for layer in layers if layer.in_features % 16 == 0])
+
+
 def test_packed_layer_moves_to_the_device_and_back(golden):
     model = AutoModelForCausalLM.from_pretrained(golden / "sparse-24-bitmask", quantization_config=Sparse24Config(run_compressed=True))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -75,4 +88,4 @@ def test_moving_a_packed_model_takes_its_packed_bytes_only():
     before = torch.cuda.memory_allocated()
     layers.to("cuda")
     dense_bytes = 8 * 2048 * 2048 * 2
-    assert torch.cuda.memory_allocated() - before <= 0.57 * dense_bytes
+    assert torch.cuda.memory_allocated() - before <= 0.63 * dense_bytes

@@ -167,6 +167,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(cusparselt, "_stream", lambda _: 0)
     monkeypatch.setattr(cusparselt, "TEST_SHAPES", ((32, 64), (16, 48)))
     monkeypatch.setattr(cusparselt, "why_not", lambda device=None: None)
+    monkeypatch.setattr(cusparselt, "choose_algorithm", lambda capability, rows: cusparselt.DEFAULT)
 
     def make(**ways):
         context = CpuContext(type("StandIn", (StandIn,), ways)())
@@ -252,18 +253,10 @@ def test_structs_are_as_large_and_aligned_as_the_header_says():
         assert start <= struct.address and struct.address + 512 <= start + ctypes.sizeof(struct.memory)
 
 
-def test_a_bucket_holds_its_rows():
-    assert [cusparselt.bucket_of(rows) for rows in (1, 16, 17, 64, 65, 8192, 100000)] == [16, 16, 32, 64, 128, 8192, 8192]
-
-
-def test_the_table_is_used_for_its_device_and_bucket_only(monkeypatch):
-    table = {((9, 0), torch.bfloat16): {(64, 128, 32): Algorithm(7)}}
-    monkeypatch.setattr(cusparselt, "ALGORITHMS", table)
-    choose = cusparselt.choose_algorithm
-    assert choose((9, 0), torch.bfloat16, 64, 128, 17) == Algorithm(7)
-    assert choose((9, 0), torch.bfloat16, 64, 128, 16) == DEFAULT
-    assert choose((9, 0), torch.float16, 64, 128, 17) == DEFAULT
-    assert choose((10, 0), torch.bfloat16, 64, 128, 17) == DEFAULT
+def test_algorithms_are_for_the_device_they_were_measured_on():
+    chosen = [cusparselt.choose_algorithm((9, 0), rows) for rows in (256, 767, 768, 8192)]
+    assert [algorithm.id for algorithm in chosen] == [20, 20, 17, 17]
+    assert cusparselt.choose_algorithm((8, 0), 8192) == cusparselt.DEFAULT
 
 
 def test_only_what_is_not_left_to_the_library_is_set():
@@ -333,22 +326,17 @@ def test_values_are_the_beginning_of_the_buffer_bit_for_bit(stand_in):
     compressed[0, :3] = torch.tensor([float("nan"), -0.0, float("inf")])
     weight = CusparseltWeight.from_parts(compressed, bitmask, 96)
     assert torch.equal(weight.values.view(torch.int16), compressed.view(torch.int16))
-    assert weight.values.data_ptr() == weight.buffer.data_ptr() and weight.holds(weight.values)
-    assert weight.size_bytes == cusparselt.compressed_bytes(64, 96) == 9 * 64 * 96 // 8
-    assert not weight.holds(compressed)
+    assert weight.values.data_ptr() == weight.buffer.data_ptr()
+    assert weight.buffer.numel() == cusparselt.compressed_bytes(64, 96) == 9 * 64 * 96 // 8
+    assert weight.metadata.data_ptr() == weight.values.data_ptr() + weight.values.nbytes
 
 
-def test_a_padded_shape_has_its_own_copy_and_says_so(stand_in):
+def test_a_padded_shape_is_refused(stand_in):
     context = stand_in()
     assert cusparselt.check_layout(context.device, torch.bfloat16) is None
     context.library.pads = True
-    compressed, bitmask, dense = draw(64, 96)
-    weight = CusparseltWeight.from_parts(compressed, bitmask, 96)
-    assert weight.values is None and "pads 64 x 96" in weight.why_two_copies
-    x = draw_x(16, 96)
-    assert_right(weight.linear(x), x, dense)
-    with pytest.raises(CusparseltError, match="cannot hold this weight"):
-        to_torch({"compressed": compressed, "bitmask": bitmask, "shape": torch.tensor([[64], [96]])})
+    with pytest.raises(CusparseltError, match="pads 64 x 96"):
+        CusparseltWeight.from_parts(*draw(64, 96)[:2], 96)
 
 
 def test_all_shapes_of_x(stand_in):
@@ -427,12 +415,12 @@ def test_a_plan_that_fails_leaves_nothing_behind(stand_in):
     assert not context.library.alive and not context.plans
 
 
-def test_an_algorithm_of_the_table_that_is_refused_warns_and_the_default_runs(stand_in, monkeypatch):
+def test_a_chosen_algorithm_that_is_refused_warns_and_the_default_runs(stand_in, monkeypatch):
     context = stand_in()
     compressed, bitmask, dense = draw(64, 96)
     weight, x = CusparseltWeight.from_parts(compressed, bitmask, 96), draw_x(16, 96)
-    monkeypatch.setattr(cusparselt, "ALGORITHMS", {((9, 0), torch.bfloat16): {(64, 96, 16): Algorithm(99)}})
-    with pytest.warns(UserWarning, match="of the table ALGORITHMS is refused"):
+    monkeypatch.setattr(cusparselt, "choose_algorithm", lambda capability, rows: Algorithm(99))
+    with pytest.warns(UserWarning, match="is refused, the library's default runs"):
         assert_right(weight.linear(x), x, dense)
     context.library.calls.clear()
     assert_right(weight.linear(x), x, dense)
@@ -514,8 +502,9 @@ def test_from_torch_refuses_what_it_cannot_read(stand_in):
     with pytest.raises(ValueError, match=r"1152 bytes|2304 bytes"):
         from_torch(SparseSemiStructuredTensorCUSPARSELT(torch.Size((64, 64)), tensor.packed, None, None, None, None))
     broken = tensor.packed.clone()
-    broken.view(torch.uint8)[32 * 64] ^= 0b1111  # the other two columns: as good as before
-    broken.view(torch.uint8)[32 * 64 + 1] = 0b0111_0001  # three and one
+    stored = broken.flatten().view(torch.uint8)
+    stored[32 * 64] ^= 0b1111  # the other two columns: as good as before
+    stored[32 * 64 + 1] = 0b0111_0001  # three and one
     with pytest.raises(ValueError, match=r"row 0, columns 8\.\.15"):
         from_torch(SparseSemiStructuredTensorCUSPARSELT(torch.Size((32, 64)), broken, None, None, None, None))
 
