@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_sparse24.kernels.compile import compile_kernel, load_kernel
-from hf_sparse24.kernels.sparse_mma import MmaSp, WgmmaSp
+from hf_sparse24.kernels.sparse_mma import MmaSp, WeightAt, WgmmaSp
 
 SHAPES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)]
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
@@ -97,7 +97,7 @@ def candidates(n: int, k: int, m: int, kernels: list[str]) -> list[MmaSp | Wgmma
                 full = 132 * blocks
                 if multicast > 1 and (bn < 32 or n < 2 * bm * multicast):
                     continue
-                if split > 1 and tiles * split > full * 1.05 or (tiles * split < 56 and split < 4 and tiles < 14):
+                if (split > 1 and tiles * split > full * 1.05) or (tiles * split < 56 and split < 4 and tiles < 14):
                     continue
                 if split == 1 and tiles < 56 and tiles * 2 <= full:
                     continue
@@ -148,12 +148,13 @@ def measure(weights: Weights, m: int, configs: list) -> list[dict]:
         try:
             kernel = load_kernel(config.source, config.source, 0, config.defines(dtype), config.shared_bytes)
             y.fill_(float("nan"))
-            config.run(kernel, x, *weights.packed[0], bias, y, EARLY)
+            config.starter(kernel, WeightAt.of(*weights.packed[0], bias), m, k)(x, y, EARLY)
             torch.cuda.synchronize()
             error = ((y.float() - exact).abs() / bound).nan_to_num(1e9).max().item()
             record["error"] = round(error, 3)
             if error <= 1:
-                record["us"] = graph_time(lambda i: config.run(kernel, x, *weights.packed[i], None, y, EARLY), len(weights.packed), big)
+                starters = [config.starter(kernel, WeightAt.of(*packed, None), m, k) for packed in weights.packed]
+                record["us"] = graph_time(lambda i, starters=starters: starters[i](x, y, EARLY), len(starters), big)
         except Exception as failure:
             record["error"] = f"{type(failure).__name__}: {failure}"[:300]
             traceback.print_exc(limit=3)

@@ -122,9 +122,9 @@ DEFAULT = Algorithm()
 MANY_ROWS, MANY, FEWER = 768, Algorithm(17), Algorithm(20)
 
 
-def choose_algorithm(capability: tuple[int, int], rows: int) -> Algorithm:
+def choose_algorithm(capability: tuple[int, int], dtype: torch.dtype, rows: int) -> Algorithm:
     """What was measured on a Hopper GPU, else the library's default, which is up to twice as slow there."""
-    if capability != (9, 0):
+    if capability != (9, 0) or dtype != torch.bfloat16:
         return DEFAULT
     return MANY if rows >= MANY_ROWS else FEWER
 
@@ -298,7 +298,7 @@ def linear(x: Tensor, buffer: Tensor, out_features: int, bias: Tensor | None = N
     for start in range(0, rows, step):
         x_part, y_part = (x, y2) if rows <= step else (x[start : start + step], y2[start : start + step])
         num_rows = x_part.shape[0]
-        chosen = algorithm or choose_algorithm(context.capability, num_rows)
+        chosen = algorithm or choose_algorithm(context.capability, x.dtype, num_rows)
         if num_rows % DENSE_MULTIPLE and not facts.exact_rows:
             # The rows that fill up are whatever memory holds: they end in rows of y that are cut off.
             x_full = x.new_empty((num_rows + -num_rows % DENSE_MULTIPLE, in_features))

@@ -4,15 +4,47 @@ A configuration says how a kernel is compiled and started; which one is used for
 """
 
 import functools
-from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-# Tensor maps that are kept, for the last so many tensors: a map takes longer to make than a kernel to start.
-NUM_MAPS = 4096
+# Tensor maps of x that are kept for each weight: a map takes longer to make than a kernel to start.
+NUM_MAPS = 64
+
+# Starts a kernel on the current stream of the device, which must be the current one: x (M, K), y (M, N), and whether it may start
+# before the kernel before it has ended; that one must not write the weight.
+Start = Callable[[Tensor, Tensor, bool], None]
+
+
+@dataclass(frozen=True)
+class WeightAt:
+    """Where a weight is: addresses, not tensors, so that a kernel's starter keeps no memory.
+
+    Args:
+        values: Of compressed (N, K / 2), contiguous.
+        bitmask: (N, K / 8), contiguous.
+        bias: (N,), contiguous, or 0.
+        n: Rows.
+        k: Columns.
+        device_index: As torch counts devices.
+    """
+
+    values: int
+    bitmask: int
+    bias: int
+    n: int
+    k: int
+    device_index: int
+
+    @classmethod
+    def of(cls, compressed: Tensor, bitmask: Tensor, bias: Tensor | None) -> "WeightAt":
+        """Of packed tensors."""
+        n, k = compressed.shape[0], 2 * compressed.shape[1]
+        bias_at = 0 if bias is None else bias.data_ptr()
+        return cls(compressed.data_ptr(), bitmask.data_ptr(), bias_at, n, k, compressed.get_device())
 
 
 @dataclass(frozen=True)
@@ -67,28 +99,19 @@ class MmaSp:
             return f"in_features {k} is above {self.chunk}"
         return None
 
-    def run(self, kernel: Any, x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, y: Tensor, early: bool = False) -> None:
-        """Start the kernel on the current stream.
-
-        Args:
-            kernel: This configuration, compiled and loaded.
-            x: (M, K), rows contiguous and aligned to 8 bytes.
-            compressed: (N, K / 2), contiguous.
-            bitmask: (N, K / 8), contiguous.
-            bias: (N,), contiguous, or None.
-            y: (M, N), contiguous; is overwritten.
-            early: Whether the kernel may start before the one before it on the stream has ended; that one must not write the weight.
-        """
-        (m, k), n = x.shape, y.shape[1]
-        groups, slots = -(-n // self.rows), _multiprocessors(x.device.index) * self.min_blocks
+    def starter(self, kernel: Any, weight: "WeightAt", m: int, x_pitch: int) -> Start:
+        """What starts the kernel for m rows of x, `x_pitch` elements apart and aligned to 8 bytes."""
+        n, k = weight.n, weight.k
+        groups, slots = -(-n // self.rows), _multiprocessors(weight.device_index) * self.min_blocks
         blocks = -(-groups // -(-groups // slots))  # as few as take as many turns
-        grid = (blocks, -(-m // self.bn), 1)
         api = _api()
-        api.launch(
-            api.stream(x.device.index), api.config(grid, (1, 1, 1), self.threads, self.shared_bytes, early), kernel,
-            compressed.data_ptr(), bitmask.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(),
-            m, n, k, x.stride(0),
-        )  # fmt: skip
+        launch, stream, values, bitmask, bias = api.launch, api.stream_of(weight.device_index), weight.values, weight.bitmask, weight.bias
+        configs = api.configs((blocks, -(-m // self.bn), 1), 1, self.threads, self.shared_bytes)
+
+        def start(x: Tensor, y: Tensor, early: bool) -> None:
+            launch(stream(), configs[early], kernel, values, bitmask, x.data_ptr(), bias, y.data_ptr(), m, n, k, x_pitch)
+
+        return start
 
 
 @dataclass(frozen=True)
@@ -129,29 +152,28 @@ class WgmmaSp:
         """Why the kernel cannot multiply by an (n, k) weight."""
         return f"in_features {k} is no multiple of {self.bk}" if k % self.bk else None
 
-    def run(self, kernel: Any, x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, y: Tensor, early: bool = False) -> None:
-        """Start the kernel on the current stream.
-
-        Args:
-            kernel: This configuration, compiled and loaded.
-            x: (M, K), rows contiguous and aligned to 16 bytes.
-            compressed: (N, K / 2), contiguous.
-            bitmask: (N, K / 8), contiguous.
-            bias: (N,), contiguous, or None.
-            y: (M, N), contiguous; is overwritten.
-            early: Whether the kernel may start before the one before it on the stream has ended; that one must not write the weight.
-        """
-        (m, k), n = x.shape, y.shape[1]
+    def starter(self, kernel: Any, weight: "WeightAt", m: int, x_pitch: int) -> Start:
+        """What starts the kernel for m rows of x, `x_pitch` elements apart and aligned to 16 bytes."""
+        n, k = weight.n, weight.k
         clusters, size = -(-n // (self.bm * self.multicast)) * -(-m // self.bn), self.split * self.multicast
         api = _api()
-        stream = api.stream(x.device.index)
+        launch, stream, bitmask, bias, group = api.launch, api.stream_of(weight.device_index), weight.bitmask, weight.bias, self.group
         if self.split == 1:
-            clusters = min(clusters, api.resident(kernel, size, self.threads, self.shared_bytes, stream))
-        api.launch(
-            stream, api.config((clusters, 1, 1), (size, 1, 1), self.threads, self.shared_bytes, early), kernel,
-            tensor_map(compressed, self.bm, min(64, self.bk // 2)), tensor_map(x, self.bn // self.multicast, 64),
-            bitmask.data_ptr(), y.data_ptr(), 0 if bias is None else bias.data_ptr(), m, n, k, self.group,
-        )  # fmt: skip
+            clusters = min(clusters, api.room(kernel, size, self.threads, self.shared_bytes, stream()))
+        configs = api.configs((clusters, 1, 1), size, self.threads, self.shared_bytes)
+        values_map = _tensor_map(weight.values, n, k // 2, k // 2, self.bm, min(64, self.bk // 2))
+        x_maps: dict[int, Any] = {}
+
+        def start(x: Tensor, y: Tensor, early: bool) -> None:
+            address = x.data_ptr()
+            x_map = x_maps.get(address)
+            if x_map is None:
+                if len(x_maps) >= NUM_MAPS:
+                    x_maps.clear()
+                x_map = x_maps[address] = _tensor_map(address, m, k, x_pitch, self.bn // self.multicast, 64)
+            launch(stream(), configs[early], kernel, values_map, x_map, bitmask, y.data_ptr(), bias, m, n, k, group)
+
+        return start
 
 
 # ---- cuda-core -------------------------------------------------------------------------------------------------------------
@@ -163,27 +185,35 @@ class _Api:
     def __init__(self) -> None:
         from cuda.core import LaunchConfig, Stream, launch
 
-        self.launch = launch
-        self.config = functools.lru_cache(4096)(
-            lambda grid, cluster, threads, shared, early: LaunchConfig(
-                grid=grid,
-                block=threads,
-                shmem_size=shared,
-                programmatic_stream_serialization=early,
-                **({} if cluster == (1, 1, 1) else {"cluster": cluster}),
-            )
-        )
-        # Blocks of one multiprocessor times all, but clusters do not straddle groups of multiprocessors: ask.
-        self.resident = functools.lru_cache(4096)(
-            lambda kernel, size, threads, shared, stream: kernel.occupancy.max_active_clusters(
-                LaunchConfig(grid=1, cluster=size, block=threads, shmem_size=shared), stream=stream
-            )
-        )
-        self._stream = functools.lru_cache(256)(Stream.from_handle)
+        self.launch, self._config, self._stream = launch, LaunchConfig, Stream
 
-    def stream(self, device_index: int) -> Any:
-        """The current stream of torch."""
-        return self._stream(torch.cuda.current_stream(device_index).cuda_stream)
+    def configs(self, grid: tuple[int, int, int], cluster: int, threads: int, shared_bytes: int) -> tuple[Any, Any]:
+        """How to launch after the kernel before, and early; the grid counts clusters."""
+        options = {"grid": grid, "block": threads, "shmem_size": shared_bytes, **({} if cluster == 1 else {"cluster": cluster})}
+        # Before compute capability 9.0 a kernel cannot be early, and never asked to be: see `may_start_early`.
+        return self._config(**options), self._config(**options, programmatic_stream_serialization=True)
+
+    @functools.cache  # noqa: B019  there is one object
+    def room(self, kernel: Any, cluster: int, threads: int, shared_bytes: int, stream: Any) -> int:
+        """Clusters that run at once: they do not straddle groups of multiprocessors."""
+        config = self._config(grid=1, cluster=cluster, block=threads, shmem_size=shared_bytes)
+        return int(kernel.occupancy.max_active_clusters(config, stream=stream))
+
+    @functools.cache  # noqa: B019
+    def stream_of(self, device_index: int) -> Callable[[], Any]:
+        """What gives torch's current stream of a device."""
+        streams: dict[int, Any] = {}
+        current = torch._C._cuda_getCurrentRawStream  # torch.cuda.current_stream makes an object first
+        from_handle = self._stream.from_handle
+
+        def stream() -> Any:
+            handle = current(device_index)
+            found = streams.get(handle)
+            if found is None:
+                found = streams[handle] = from_handle(handle)
+            return found
+
+        return stream
 
 
 @functools.cache
@@ -196,37 +226,26 @@ def _multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def tensor_map(matrix: Tensor, rows: int, columns: int) -> Any:
-    """How the copy engine finds boxes of a matrix, which it swizzles by the bytes of their rows.
+def _tensor_map(address: int, rows: int, columns: int, pitch: int, box_rows: int, box_columns: int) -> Any:
+    """How the copy engine finds boxes of a matrix of two-byte elements, which it swizzles by the bytes of their rows.
+
+    By address: a map of a tensor would keep its memory.
 
     Args:
-        matrix: 2-D, elements of two bytes, rows contiguous and aligned to 16 bytes.
-        rows: Of a box.
-        columns: Of a box, 32 or 64.
+        address: Of the matrix, a multiple of 16.
+        rows: Of the matrix.
+        columns: Of the matrix.
+        pitch: Elements from row to row, a multiple of 8.
+        box_rows: Rows of a box.
+        box_columns: Columns of a box, 32 or 64.
     """
-    key = (matrix.data_ptr(), *matrix.shape, matrix.stride(0), rows, columns, matrix.device.index)
-    found = _MAPS.get(key)
-    if found is None:
-        found = _MAPS[key] = _new_map(matrix, rows, columns)
-        while len(_MAPS) > NUM_MAPS:
-            _MAPS.popitem(last=False)
-    return found
-
-
-_MAPS: "OrderedDict[tuple[Any, ...], Any]" = OrderedDict()
-
-
-def _new_map(matrix: Tensor, rows: int, columns: int) -> Any:
     import numpy as np
     from cuda.core import Buffer, TensorMapDescriptorOptions
     from cuda.core.utils import StridedMemoryView
 
-    # By address: a map of the tensor itself would keep its memory.
-    size, (pitch, _) = matrix.element_size(), matrix.stride()
-    nbytes = ((matrix.shape[0] - 1) * pitch + matrix.shape[1]) * size
-    buffer = Buffer.from_handle(matrix.data_ptr(), nbytes)
-    view = StridedMemoryView.from_buffer(buffer, tuple(matrix.shape), (pitch, 1), itemsize=size, dtype=np.dtype("u2"))
-    options = TensorMapDescriptorOptions((rows, columns), data_type=np.dtype("u2"))
+    buffer = Buffer.from_handle(address, ((rows - 1) * pitch + columns) * 2)
+    view = StridedMemoryView.from_buffer(buffer, (rows, columns), (pitch, 1), itemsize=2, dtype=np.dtype("u2"))
+    options = TensorMapDescriptorOptions((box_rows, box_columns), data_type=np.dtype("u2"))
     swizzles = type(options.swizzle)  # cuda-core 1.2 exports the options, but not their enumerations
-    options.swizzle = {32: swizzles.SWIZZLE_64B, 64: swizzles.SWIZZLE_128B}[columns]
+    options.swizzle = {32: swizzles.SWIZZLE_64B, 64: swizzles.SWIZZLE_128B}[box_columns]
     return view.as_tensor_map(options=options)

@@ -68,8 +68,8 @@ def test_default_keeps_layers_packed_and_the_kernels_run(golden, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(golden / "sparse-24-bitmask", device_map="cuda")
     layers = [module for module in model.modules() if isinstance(module, Sparse24Linear)]
     assert layers
-    ran, run = [], dispatch.run
-    monkeypatch.setattr(dispatch, "run", lambda config, *args: (ran.append(config.source), run(config, *args)))
+    ran, starter = [], dispatch.starter
+    monkeypatch.setattr(dispatch, "starter", lambda config, *args: (ran.append(config.source), starter(config, *args))[1])
     dense = AutoModelForCausalLM.from_pretrained(golden / "sparse-24-bitmask", quantization_config=Sparse24Config(run_compressed=False))
     tokens = torch.tensor([[1, 5, 9, 33]])
     torch.testing.assert_close(model(tokens.cuda()).logits.cpu(), dense(tokens).logits, rtol=0.05, atol=0.02)

@@ -167,7 +167,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(cusparselt, "_stream", lambda _: 0)
     monkeypatch.setattr(cusparselt, "TEST_SHAPES", ((32, 64), (16, 48)))
     monkeypatch.setattr(cusparselt, "why_not", lambda device=None: None)
-    monkeypatch.setattr(cusparselt, "choose_algorithm", lambda capability, rows: cusparselt.DEFAULT)
+    monkeypatch.setattr(cusparselt, "choose_algorithm", lambda capability, dtype, rows: cusparselt.DEFAULT)
 
     def make(**ways):
         context = CpuContext(type("StandIn", (StandIn,), ways)())
@@ -254,9 +254,9 @@ def test_structs_are_as_large_and_aligned_as_the_header_says():
 
 
 def test_algorithms_are_for_the_device_they_were_measured_on():
-    chosen = [cusparselt.choose_algorithm((9, 0), rows) for rows in (256, 767, 768, 8192)]
+    chosen = [cusparselt.choose_algorithm((9, 0), torch.bfloat16, rows) for rows in (256, 767, 768, 8192)]
     assert [algorithm.id for algorithm in chosen] == [20, 20, 17, 17]
-    assert cusparselt.choose_algorithm((8, 0), 8192) == cusparselt.DEFAULT
+    assert cusparselt.choose_algorithm((8, 0), torch.bfloat16, 8192) == cusparselt.DEFAULT
 
 
 def test_only_what_is_not_left_to_the_library_is_set():
@@ -419,7 +419,7 @@ def test_a_chosen_algorithm_that_is_refused_warns_and_the_default_runs(stand_in,
     context = stand_in()
     compressed, bitmask, dense = draw(64, 96)
     weight, x = CusparseltWeight.from_parts(compressed, bitmask, 96), draw_x(16, 96)
-    monkeypatch.setattr(cusparselt, "choose_algorithm", lambda capability, rows: Algorithm(99))
+    monkeypatch.setattr(cusparselt, "choose_algorithm", lambda capability, dtype, rows: Algorithm(99))
     with pytest.warns(UserWarning, match="is refused, the library's default runs"):
         assert_right(weight.linear(x), x, dense)
     context.library.calls.clear()
@@ -535,7 +535,7 @@ def test_the_values_exist_once_on_the_device():
     compressed, bitmask, _ = draw(4096, 4096, device="cuda")
     weight = CusparseltWeight.from_parts(compressed, bitmask, 4096)
     assert torch.equal(weight.values, compressed)
-    assert weight.size_bytes + bitmask.numel() <= 0.63 * 2 * 4096 * 4096
+    assert weight.buffer.numel() + bitmask.numel() <= 0.63 * 2 * 4096 * 4096
 
 
 @gpu

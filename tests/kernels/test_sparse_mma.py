@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_sparse24.kernels.compile import KernelCompileError, compile_kernel
-from hf_sparse24.kernels.dispatch import CONFIGS, OTHERS, run
-from hf_sparse24.kernels.sparse_mma import MmaSp, WgmmaSp
+from hf_sparse24.kernels.dispatch import CONFIGS, OTHERS, starter
+from hf_sparse24.kernels.sparse_mma import MmaSp, WeightAt, WgmmaSp
 from tests.kernels import products
 from tests.kernels.machine_code import instructions, resources
 
@@ -60,6 +60,11 @@ def test_wgmma_is_refused_for_other_chips():
 # ---- with a GPU --------------------------------------------------------------------------------------------------------------
 
 
+def start(config, x, weight, bias, y):
+    at = WeightAt.of(weight.compressed, weight.bitmask, bias)
+    starter(config, at, len(x), x.shape[1], x.dtype)(x, y, False)
+
+
 def sizes(config):
     """(n, k, m): whole tiles, and tails of every side."""
     k = 1024 if isinstance(config, WgmmaSp) else 1040
@@ -79,7 +84,7 @@ def test_products(config, dtype):
         for bias in (None, torch.randn(n, device="cuda").to(dtype)):
             x = products.random_x(m, k, dtype)
             y = torch.full((m + 1, n), torch.nan, dtype=dtype, device="cuda")
-            run(config, x, weight.compressed, weight.bitmask, bias, y[:m], early=False)
+            start(config, x, weight, bias, y[:m])
             products.check(y[:m], x, weight.dense, bias)
             assert y[m].isnan().all()  # nothing is written behind the result
 
@@ -93,5 +98,5 @@ def test_results_are_the_same_every_time(config):
     weight, x = products.random_weight(512, k, torch.bfloat16), products.random_x(config.bn, k, torch.bfloat16)
     results = torch.empty(20, config.bn, 512, dtype=torch.bfloat16, device="cuda")
     for y in results:
-        run(config, x, weight.compressed, weight.bitmask, None, y, early=False)
+        start(config, x, weight, None, y)
     assert (results == results[0]).all()

@@ -1,0 +1,110 @@
+"""Which path runs, and why: without a GPU, on stand-ins for devices."""
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_sparse24.kernels import cost, dispatch
+from hf_sparse24.kernels.dispatch import CONFIGS, MEASURED, OTHERS, choose
+from hf_sparse24.kernels.sparse_mma import MmaSp, WgmmaSp
+
+DEVICE = torch.device("cuda", 0)
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "tune-h200.json"
+SHARED_BYTES = {(8, 0): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (12, 0): 99 * 1024}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A function: compute capability -> nothing; such a device is there from then on."""
+
+    def make(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(dispatch, "_shared_bytes", lambda index: SHARED_BYTES.get(capability, 48 * 1024))
+        monkeypatch.setattr(dispatch, "_why_not_built", lambda path, device, dtype: None)
+        monkeypatch.setattr(dispatch.cusparselt, "why_not", lambda device=None: None)
+        choose.cache_clear()
+
+    yield make
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 9, 64, 65, 128, 129, 1000, 5000])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (100, 1040), (1536, 576), (128256, 4096), (8, 64)], ids=str)
+def test_every_path_but_the_one_that_runs_has_a_reason(device, n, k, m):
+    device((9, 0))
+    for has_metadata in (True, False):
+        choice = choose(n, k, m, torch.bfloat16, DEVICE, has_metadata)
+        assert set(choice.reasons) == set(dispatch.PATHS) - {choice.path}
+        assert all(choice.reasons.values())
+        assert (choice.config is None) == (choice.path in ("cusparselt", "unpack"))
+        if choice.config is not None:
+            assert choice.config.source == choice.path
+            assert choice.config.why_not(n, k) is None
+
+
+def test_hopper_runs_our_kernels_at_every_number_of_rows(device):
+    device((9, 0))
+    for k in (576, 4096, 14336):
+        assert {choose(4096, k, m, dtype, DEVICE).path for m in range(1, 3000, 37) for dtype in dispatch.DTYPES} <= {"mma_sp", "wgmma_sp"}
+
+
+def test_cusparselt_runs_where_it_is_faster_and_its_metadata_is_there(device):
+    device((9, 0))
+    assert choose(4096, 4096, 2048, torch.bfloat16, DEVICE, True).path == "cusparselt"
+    assert choose(4096, 4096, 64, torch.bfloat16, DEVICE, True).path != "cusparselt"
+    assert choose(4096, 4096, 2048, torch.float16, DEVICE, True).path == "wgmma_sp"
+    without = choose(4096, 4096, 2048, torch.bfloat16, DEVICE, False)
+    assert without.path == "wgmma_sp" and "prepare" in without.reasons["cusparselt"]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+def test_other_chips_have_mma_for_few_rows(device, capability):
+    device(capability)
+    for m in (1, 8, 9, 17, 33, 64):
+        choice = choose(4096, 14336, m, torch.bfloat16, DEVICE)
+        assert isinstance(choice.config, MmaSp) and choice.config.bn >= m
+        assert choice.config.shared_bytes + 1024 <= SHARED_BYTES[capability]
+        assert "(9, 0)" in choice.reasons["wgmma_sp"]
+    assert choose(4096, 4096, 65, torch.bfloat16, DEVICE).path == "unpack"
+    assert choose(4096, 4096, 65, torch.bfloat16, DEVICE, True).path == "cusparselt"
+
+
+def test_what_no_kernel_can_do_is_unpacked(device):
+    device((9, 0))
+    assert "no kernel for" in choose(64, 64, 1, torch.float32, DEVICE).reasons["mma_sp"]
+    assert "multiple of 16" in choose(64, 72, 1, torch.bfloat16, DEVICE).reasons["mma_sp"]
+    assert choose(64, 64, 0, torch.bfloat16, DEVICE).path == "unpack"
+    assert choose(64, 64, 1, torch.bfloat16, torch.device("cpu")).reasons["mma_sp"] == "cpu has no sparse tensor cores"
+    device((7, 5))
+    assert "below (8, 0)" in choose(64, 64, 1, torch.bfloat16, DEVICE).reasons["mma_sp"]
+
+
+def test_choices_are_nearly_as_fast_as_the_best_that_was_measured(device):
+    """On all that tune.py measured: the model, and the table, are those that were fitted to it."""
+    device((9, 0))
+    times = defaultdict(dict)
+    for record in json.loads(RESULT.read_text())["records"]:
+        times[record["n"], record["k"], record["m"]][record["config"]] = record["us"]
+    losses = []
+    for (n, k, m), found in times.items():
+        chosen = repr(choose(n, k, m, torch.bfloat16, DEVICE).config)
+        if chosen in found:
+            losses.append(found[chosen] / min(found.values()))
+    assert len(losses) > 0.9 * len(times)
+    assert math.exp(sum(map(math.log, losses)) / len(losses)) < 1.02
+    assert max(losses) < 1.2
+
+
+def test_configurations_of_the_table_are_in_use():
+    assert set(MEASURED.values()) <= set(CONFIGS)
+    assert not set(CONFIGS) & set(OTHERS)
+
+
+def test_more_work_takes_longer():
+    for config in CONFIGS:
+        if isinstance(config, WgmmaSp) and config.split == 1:
+            assert cost.time_us(config, 8192, 4096, 4096) < cost.time_us(config, 8192, 8192, 4096) < cost.time_us(config, 32768, 8192, 4096)
