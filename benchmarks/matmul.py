@@ -258,6 +258,7 @@ class Benchmark:
             _, compressed, bitmask = random_24(n, k, torch.bfloat16, 0)
             F.linear(random_x(1, k, torch.bfloat16), torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE))  # cuBLAS takes its workspace
             torch.cuda.synchronize()
+            layer = x = None  # of the shape before
             before = torch.cuda.memory_allocated()
             layer = packed_layer(n, k, compressed.clone(), bitmask.clone())
             paths = []
@@ -265,7 +266,7 @@ class Benchmark:
                 x = random_x(m, k, torch.bfloat16)
                 layer(x)
                 paths.append(choice_of(layer, m).path)
-                del x
+                x = None
             F.linear(random_x(1, k, torch.bfloat16), layer.unpack())
             torch.cuda.synchronize()
             held = torch.cuda.memory_allocated() - before
