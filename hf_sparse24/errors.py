@@ -1,4 +1,4 @@
-"""The one exception of the package that is not a builtin, and the one way in which it warns."""
+"""What is wrong with a checkpoint, as an exception, and the one way in which the package warns."""
 
 import sys
 import warnings

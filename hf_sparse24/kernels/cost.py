@@ -1,6 +1,6 @@
 """How long a kernel takes, in microseconds: a model whose constants are fitted to measurements on an H200.
 
-benchmarks/results/tune-h200.json holds the measurements, benchmarks/fit_cost.py fits and validates.
+benchmarks/results/tune-h200.json holds the measurements, benchmarks/tuning/fit_cost.py fits and validates.
 """
 
 import math

@@ -7,7 +7,7 @@
     unpack       the dense weight, made for the call, and cuBLAS   everywhere
 
 A kernel can be compiled in many configurations.  `CONFIGS` are those that are used: five or so for each number of rows lose less
-than 2 % against trying all (benchmarks/tune.py).  `cost.time_us` picks for a problem.
+than 2 % against trying all (benchmarks/tuning/tune.py).  `cost.time_us` picks for a problem.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Times every configuration of our kernels that could pay for a problem on this GPU: what the table in kernels/dispatch.py is made from.
 
-    python benchmarks/tune.py OUT.json [--dtype bfloat16] [--rows 1 2 4 ...] [--shapes 4096x4096 ...] [--quick]
+    python benchmarks/tuning/tune.py OUT.json [--dtype bfloat16] [--rows 1 2 4 ...] [--shapes 4096x4096 ...] [--quick]
 
 Each configuration is checked against float32 before it is timed.  Times are of a CUDA graph that walks over copies of the weight
 beyond the L2, in microseconds, and the peer is `F.linear` on the dense weight in the same run.

@@ -1,6 +1,6 @@
 """Fits the constants of kernels/cost.py, and the corrections of kernels/dispatch.py, to what tune.py has measured; needs scipy, not a GPU.
 
-    python benchmarks/fit_cost.py [RESULT.json] [--validate]
+    python benchmarks/tuning/fit_cost.py [RESULT.json] [--validate]
 
 Least squares on the logarithm of the time.  A configuration counts the less the slower it is than the best of its problem, and of
 what all configurations of a problem have in common only a part counts: it does not change which is chosen.  `--validate` leaves one
@@ -21,7 +21,7 @@ from hf_sparse24.kernels.cost import MmaCosts, WgmmaCosts, time_us
 from hf_sparse24.kernels.dispatch import CONFIGS
 from hf_sparse24.kernels.sparse_mma import MmaSp, WgmmaSp
 
-RESULT = Path(__file__).parent / "results" / "tune-h200.json"
+RESULT = Path(__file__).parents[1] / "results" / "tune-h200.json"
 IN_COMMON = 0.3  # what counts of the part that the configurations of a problem have in common
 UNIMPORTANT = 0.15  # logarithm of the slowness at which a configuration counts 0.7
 PULL = 0.5  # of the constants towards where they start, per e-fold

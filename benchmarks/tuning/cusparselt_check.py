@@ -1,4 +1,4 @@
-"""Is the binding of cuSPARSELt right, and how fast is it?  `PYTHONPATH=. python benchmarks/device/cusparselt_check.py out.json`
+"""Is the binding of cuSPARSELt right, and how fast is it?  `PYTHONPATH=. python benchmarks/tuning/cusparselt_check.py out.json`
 
 Every section stands alone: one that fails is recorded, and the others run.  Sections that may kill the CUDA context come last.
 """
