@@ -11,6 +11,7 @@ Dense loading needs none of this: there, Transformers sees the dense checkpoint 
 import copy
 import functools
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -306,16 +307,23 @@ def check_packed_layers(model: nn.Module) -> None:
     Raises:
         CheckpointError: A bitmask or a shape is damaged; names the layer.
     """
-    for name, layer in packed_layers(model).items():
-        if layer.bitmask.device.type == "meta":  # offloaded to disk
-            continue
-        try:
-            shape = tuple(int(size) for size in layer.shape.flatten())
-            if shape != (layer.out_features, layer.in_features):
-                raise PackedTensorError(f"shape holds {shape}, the layer is {(layer.out_features, layer.in_features)}")
-            layer.compressor.check_values(layer.parts(), shape, layer.compressed.numel())
-        except PackedTensorError as error:
-            raise CheckpointError(f"packed layer {name}: {error}") from None
+    layers = list(packed_layers(model).items())
+    on_cpu = all(layer.bitmask.device.type in ("cpu", "meta") for _, layer in layers)
+    with ThreadPoolExecutor(torch.get_num_threads() if on_cpu else 1) as pool:
+        for _ in pool.map(lambda named: _check_layer(*named), layers):
+            pass
+
+
+def _check_layer(name: str, layer: PackedLinear) -> None:
+    if layer.bitmask.device.type == "meta":  # offloaded to disk
+        return
+    try:
+        shape = tuple(int(size) for size in layer.shape.flatten())
+        if shape != (layer.out_features, layer.in_features):
+            raise PackedTensorError(f"shape holds {shape}, the layer is {(layer.out_features, layer.in_features)}")
+        layer.compressor.check_values(layer.parts(), shape, layer.compressed.numel())
+    except PackedTensorError as error:
+        raise CheckpointError(f"packed layer {name}: {error}") from None
 
 
 def prepare_kernels(layers: Mapping[str, PackedLinear]) -> None:
