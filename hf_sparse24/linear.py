@@ -218,7 +218,7 @@ class Sparse24Linear(PackedLinear):
             return reason
         try:
             weight = CusparseltWeight.from_parts(self.compressed, self.bitmask, self.in_features)
-        except CusparseltError as error:
+        except (CusparseltError, torch.OutOfMemoryError) as error:  # without it, the layer works too
             return str(error)
         self.compressed.data, self.metadata = weight.values, weight.metadata
         return None

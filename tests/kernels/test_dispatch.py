@@ -4,11 +4,14 @@ import json
 import math
 from collections import defaultdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from hf_sparse24 import Sparse24Linear
 from hf_sparse24.kernels import cost, dispatch
+from hf_sparse24.kernels.cusparselt import CusparseltWeight
 from hf_sparse24.kernels.dispatch import CONFIGS, MEASURED, OTHERS, choose
 from hf_sparse24.kernels.sparse_mma import MmaSp, WgmmaSp
 
@@ -97,6 +100,19 @@ def test_choices_are_nearly_as_fast_as_the_best_that_was_measured(device):
     assert len(losses) > 0.9 * len(times)
     assert math.exp(sum(map(math.log, losses)) / len(losses)) < 1.02
     assert max(losses) < 1.2
+
+
+@pytest.mark.parametrize("error", [dispatch.cusparselt.CusparseltError("pads"), torch.OutOfMemoryError("full")], ids=repr)
+def test_a_layer_that_cannot_have_metadata_stays_as_it_is(device, monkeypatch, error):
+    device((9, 0))
+    layer = Sparse24Linear(64, 32, bias=False, num_values=32 * 32, dtype=torch.bfloat16)
+    layer.bitmask.data.fill_(0x33)
+    values = layer.compressed.data.normal_().clone()
+    monkeypatch.setattr(dispatch, "why_not", lambda *args: None)
+    monkeypatch.setattr(CusparseltWeight, "from_parts", Mock(side_effect=error))
+    assert layer.prepare() == str(error)
+    assert layer.metadata is None
+    assert torch.equal(layer.to("cpu").compressed, values)
 
 
 def test_configurations_of_the_table_are_in_use():
