@@ -15,7 +15,6 @@ from hf_sparse24 import __version__
 from hf_sparse24.kernels import compile, dispatch
 from hf_sparse24.report import show_bytes
 
-DTYPES = (torch.bfloat16, torch.float16)
 NVML = "nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1"
 
 
@@ -65,7 +64,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at this machine; nothing is compiled, and nothing written."""
+    """Look at this machine.  To know whether kernels can be built, one of each is, for each GPU and dtype, and is kept."""
     versions = {
         "hf_sparse24": __version__,
         "python": platform.python_version(),
@@ -102,7 +101,8 @@ def _device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     device = torch.device("cuda", index)
     paths = {
-        str(dtype).removeprefix("torch."): {path: dispatch.why_not(path, device, dtype) for path in dispatch.PATHS} for dtype in DTYPES
+        str(dtype).removeprefix("torch."): {path: dispatch.why_not(path, device, dtype) for path in dispatch.PATHS}
+        for dtype in dispatch.DTYPES
     }
     return Device(properties.name, f"{properties.major}.{properties.minor}", properties.total_memory, paths)
 

@@ -12,10 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from transformers.utils import logging
 
 from hf_sparse24.compressors import BaseSparsityCompressor, Sparse24Compressor, SparseBitmaskCompressor
 from hf_sparse24.kernels import dispatch, ops
 from hf_sparse24.kernels.cusparselt import CusparseltError, CusparseltWeight
+
+logger = logging.get_logger(__name__)
 
 
 class PackedWeight(Tensor):
@@ -218,7 +221,9 @@ class Sparse24Linear(PackedLinear):
             return reason
         try:
             weight = CusparseltWeight.from_parts(self.compressed, self.bitmask, self.in_features)
-        except (CusparseltError, torch.OutOfMemoryError) as error:  # without it, the layer works too
+        except (CusparseltError, torch.OutOfMemoryError) as error:
+            # Products with many rows take another path; that it is slower must not go unsaid.
+            logger.warning_once(f"a packed layer goes without cuSPARSELt: {error}")
             return str(error)
         self.compressed.data, self.metadata = weight.values, weight.metadata
         return None

@@ -1,5 +1,6 @@
 """`doctor` tells what is there and what is not, with or without devices."""
 
+import ctypes
 import json
 from types import SimpleNamespace
 
@@ -130,7 +131,8 @@ class FakeNvml:
 
 @pytest.mark.parametrize("status, shown", [(0, "580.65.06"), (9, f"none, {doctor.NVML} answers with error 9")])
 def test_driver_is_asked_for_its_version(status, shown, run, monkeypatch):
-    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: FakeNvml(status))
+    # The module's own name: other libraries are still loaded by ctypes, NVRTC for one.
+    monkeypatch.setattr(doctor, "ctypes", SimpleNamespace(**{**vars(ctypes), "CDLL": lambda name: FakeNvml(status)}))
     assert f"driver: {shown}\n" in run()
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_sparse24.kernels.compile import compile_kernel, load_kernel
+from hf_sparse24.kernels.dispatch import few_tiles
 from hf_sparse24.kernels.sparse_mma import MmaSp, WeightAt, WgmmaSp
 
 SHAPES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)]
@@ -79,7 +80,7 @@ def candidates(n: int, k: int, m: int, kernels: list[str]) -> list[MmaSp | Wgmma
             found.append(config if k <= config.chunk else MmaSp(8, tiles, depth, row_warps, column_warps, steps, 2, blocks))
     if "wgmma" in kernels:
         smallest = next((bn for bn in (8, 16, 32, 64, 128) if bn >= m), 128)
-        few = -(-n // 128) * -(-m // 128) < 100  # tiles of the usual size would leave multiprocessors idle
+        few = few_tiles(n, m)
         widths = [smallest] if m <= 64 else [64, 128] if m <= 128 else [64, 128] if few else [128, 192, 256]
         for bm, bn, bk, blocks in itertools.product((64, 128, 192), widths, (64, 128, 256), (1, 2)):
             if (bn > 128 and bm != 128) or (bk == 64) > (bn >= 128) or (bk == 256) > (bn <= 64) or (blocks == 2) > (bn <= 64):
@@ -148,12 +149,12 @@ def measure(weights: Weights, m: int, configs: list) -> list[dict]:
         try:
             kernel = load_kernel(config.source, config.source, 0, config.defines(dtype), config.shared_bytes)
             y.fill_(float("nan"))
-            config.starter(kernel, WeightAt.of(*weights.packed[0], bias), m, k)(x, y, EARLY)
+            config.starter(kernel, WeightAt.of(*weights.packed[0], bias), m)(x, y, EARLY)
             torch.cuda.synchronize()
             error = ((y.float() - exact).abs() / bound).nan_to_num(1e9).max().item()
             record["error"] = round(error, 3)
             if error <= 1:
-                starters = [config.starter(kernel, WeightAt.of(*packed, None), m, k) for packed in weights.packed]
+                starters = [config.starter(kernel, WeightAt.of(*packed, None), m) for packed in weights.packed]
                 record["us"] = graph_time(lambda i, starters=starters: starters[i](x, y, EARLY), len(starters), big)
         except Exception as failure:
             record["error"] = f"{type(failure).__name__}: {failure}"[:300]

@@ -182,6 +182,11 @@ def _require_wheels() -> None:
     missing = [wheel for module, wheel in wheels.items() if not _is_installed(module)]
     if missing:
         raise _missing(missing)
+    with _IMPORTING:  # threads that import it at once find it half done (cuda-core 1.2.0, 2026-11-30)
+        import cuda.core  # noqa: F401
+
+
+_IMPORTING = threading.Lock()
 
 
 def _is_installed(module: str) -> bool:

@@ -11,7 +11,6 @@ than 2 % against trying all (benchmarks/tuning/tune.py).  `cost.time_us` picks f
 """
 
 import functools
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from hf_sparse24.compressors import Sparse24Compressor
+from hf_sparse24.errors import warn
 from hf_sparse24.kernels import cost, cusparselt
 from hf_sparse24.kernels.compile import KernelCompileError, arch_of, compile_all, load_kernel
 from hf_sparse24.kernels.sparse_mma import MmaSp, Start, WeightAt, WgmmaSp
@@ -197,9 +197,9 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
-def starter(config: MmaSp | WgmmaSp, weight: WeightAt, m: int, x_pitch: int, dtype: torch.dtype) -> Start:
+def starter(config: MmaSp | WgmmaSp, weight: WeightAt, m: int, dtype: torch.dtype) -> Start:
     """What starts a configuration's kernel; see `MmaSp.starter`."""
-    return config.starter(_kernel(config, dtype, weight.device_index), weight, m, x_pitch)
+    return config.starter(_kernel(config, dtype, weight.device_index), weight, m)
 
 
 def prepare(format: str, shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -282,6 +282,6 @@ def _why_not_built(path: str, device: torch.device, dtype: torch.dtype) -> str |
     try:
         _kernel(config, dtype, device.index)
     except KernelCompileError as error:
-        warnings.warn(f"packed layers unpack their weight for every call: {error}", stacklevel=2)
+        warn(f"{path} does not run on {device} with {dtype}: {error}")
         return str(error)
     return None

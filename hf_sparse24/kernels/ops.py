@@ -104,7 +104,7 @@ def _plan(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, m
         return _Plan(choice.path, out_features)
     with torch.cuda.device(x.device):
         weight = WeightAt.of(compressed, bitmask, bias)
-        return _Plan(choice.path, out_features, dispatch.starter(choice.config, weight, rows, in_features, x.dtype))
+        return _Plan(choice.path, out_features, dispatch.starter(choice.config, weight, rows, x.dtype))
 
 
 def _cusparselt_buffer(compressed: Tensor, metadata: Tensor | None) -> Tensor:

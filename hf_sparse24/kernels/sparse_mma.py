@@ -99,8 +99,8 @@ class MmaSp:
             return f"in_features {k} is above {self.chunk}"
         return None
 
-    def starter(self, kernel: Any, weight: "WeightAt", m: int, x_pitch: int) -> Start:
-        """What starts the kernel for m rows of x, `x_pitch` elements apart and aligned to 8 bytes."""
+    def starter(self, kernel: Any, weight: WeightAt, m: int) -> Start:
+        """What starts the kernel for m rows of x, which is contiguous and aligned to 16 bytes, as y is."""
         n, k = weight.n, weight.k
         groups, slots = -(-n // self.rows), _multiprocessors(weight.device_index) * self.min_blocks
         blocks = -(-groups // -(-groups // slots))  # as few as take as many turns
@@ -109,7 +109,7 @@ class MmaSp:
         configs = api.configs((blocks, -(-m // self.bn), 1), 1, self.threads, self.shared_bytes)
 
         def start(x: Tensor, y: Tensor, early: bool) -> None:
-            launch(stream(), configs[early], kernel, values, bitmask, x.data_ptr(), bias, y.data_ptr(), m, n, k, x_pitch)
+            launch(stream(), configs[early], kernel, values, bitmask, x.data_ptr(), bias, y.data_ptr(), m, n, k, k)
 
         return start
 
@@ -152,8 +152,8 @@ class WgmmaSp:
         """Why the kernel cannot multiply by an (n, k) weight."""
         return f"in_features {k} is no multiple of {self.bk}" if k % self.bk else None
 
-    def starter(self, kernel: Any, weight: "WeightAt", m: int, x_pitch: int) -> Start:
-        """What starts the kernel for m rows of x, `x_pitch` elements apart and aligned to 16 bytes."""
+    def starter(self, kernel: Any, weight: WeightAt, m: int) -> Start:
+        """What starts the kernel for m rows of x, which is contiguous and aligned to 16 bytes, as y is."""
         n, k = weight.n, weight.k
         clusters, size = -(-n // (self.bm * self.multicast)) * -(-m // self.bn), self.split * self.multicast
         api = _api()
@@ -161,7 +161,7 @@ class WgmmaSp:
         if self.split == 1:
             clusters = min(clusters, api.room(kernel, size, self.threads, self.shared_bytes, stream()))
         configs = api.configs((clusters, 1, 1), size, self.threads, self.shared_bytes)
-        values_map = _tensor_map(weight.values, n, k // 2, k // 2, self.bm, min(64, self.bk // 2))
+        values_map = _tensor_map(weight.values, n, k // 2, self.bm, min(64, self.bk // 2))
         x_maps: dict[int, Any] = {}
 
         def start(x: Tensor, y: Tensor, early: bool) -> None:
@@ -170,7 +170,7 @@ class WgmmaSp:
             if x_map is None:
                 if len(x_maps) >= NUM_MAPS:
                     x_maps.clear()
-                x_map = x_maps[address] = _tensor_map(address, m, k, x_pitch, self.bn // self.multicast, 64)
+                x_map = x_maps[address] = _tensor_map(address, m, k, self.bn // self.multicast, 64)
             launch(stream(), configs[early], kernel, values_map, x_map, bitmask, y.data_ptr(), bias, m, n, k, group)
 
         return start
@@ -226,16 +226,15 @@ def _multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def _tensor_map(address: int, rows: int, columns: int, pitch: int, box_rows: int, box_columns: int) -> Any:
-    """How the copy engine finds boxes of a matrix of two-byte elements, which it swizzles by the bytes of their rows.
+def _tensor_map(address: int, rows: int, columns: int, box_rows: int, box_columns: int) -> Any:
+    """How the copy engine finds boxes of a contiguous matrix of two-byte elements, which it swizzles by the bytes of their rows.
 
     By address: a map of a tensor would keep its memory.
 
     Args:
         address: Of the matrix, a multiple of 16.
         rows: Of the matrix.
-        columns: Of the matrix.
-        pitch: Elements from row to row, a multiple of 8.
+        columns: Of the matrix, a multiple of 8.
         box_rows: Rows of a box.
         box_columns: Columns of a box, 32 or 64.
     """
@@ -243,8 +242,8 @@ def _tensor_map(address: int, rows: int, columns: int, pitch: int, box_rows: int
     from cuda.core import Buffer, TensorMapDescriptorOptions
     from cuda.core.utils import StridedMemoryView
 
-    buffer = Buffer.from_handle(address, ((rows - 1) * pitch + columns) * 2)
-    view = StridedMemoryView.from_buffer(buffer, (rows, columns), (pitch, 1), itemsize=2, dtype=np.dtype("u2"))
+    buffer = Buffer.from_handle(address, rows * columns * 2)
+    view = StridedMemoryView.from_buffer(buffer, (rows, columns), (columns, 1), itemsize=2, dtype=np.dtype("u2"))
     options = TensorMapDescriptorOptions((box_rows, box_columns), data_type=np.dtype("u2"))
     swizzles = type(options.swizzle)  # cuda-core 1.2 exports the options, but not their enumerations
     options.swizzle = {32: swizzles.SWIZZLE_64B, 64: swizzles.SWIZZLE_128B}[box_columns]

@@ -62,7 +62,7 @@ def test_wgmma_is_refused_for_other_chips():
 
 def start(config, x, weight, bias, y):
     at = WeightAt.of(weight.compressed, weight.bitmask, bias)
-    starter(config, at, len(x), x.shape[1], x.dtype)(x, y, False)
+    starter(config, at, len(x), x.dtype)(x, y, False)
 
 
 def sizes(config):
