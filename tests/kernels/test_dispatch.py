@@ -72,6 +72,7 @@ def test_other_chips_have_mma_for_few_rows(device, capability):
         assert isinstance(choice.config, MmaSp) and choice.config.bn >= m
         assert choice.config.shared_bytes + 1024 <= SHARED_BYTES[capability]
         assert "(9, 0)" in choice.reasons["wgmma_sp"]
+        assert choose(4096, 14336, m, torch.bfloat16, DEVICE, True).path == "mma_sp"
     assert choose(4096, 4096, 65, torch.bfloat16, DEVICE).path == "unpack"
     assert choose(4096, 4096, 65, torch.bfloat16, DEVICE, True).path == "cusparselt"
 
