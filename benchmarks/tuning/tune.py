@@ -15,6 +15,7 @@ import subprocess
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -96,6 +97,8 @@ def candidates(n: int, k: int, m: int, kernels: list[str]) -> list[MmaSp | Wgmma
                 config = WgmmaSp(bm, bn, bk, stages, ahead, split, multicast, blocks)
                 tiles = -(-n // (bm * multicast)) * multicast * -(-m // bn)
                 full = 132 * blocks
+                if bn > 128 and split > 1:
+                    continue
                 if multicast > 1 and (bn < 32 or n < 2 * bm * multicast):
                     continue
                 if (split > 1 and tiles * split > full * 1.05) or (tiles * split < 56 and split < 4 and tiles < 14):
@@ -103,6 +106,8 @@ def candidates(n: int, k: int, m: int, kernels: list[str]) -> list[MmaSp | Wgmma
                 if split == 1 and tiles < 56 and tiles * 2 <= full:
                     continue
                 found.append(config)
+                if bk < 256:
+                    found.append(replace(config, window=256, ahead=2))
     return [c for c in found if (c.shared_bytes + 1024) * c.min_blocks <= SHARED_LIMIT and c.why_not(n, k) is None]
 
 

@@ -4,30 +4,36 @@
     mma_sp       few rows of x, our kernel                         from compute capability 8.0
     wgmma_sp     any number of rows, our kernel                    compute capability 9.0
     cusparselt   many rows, NVIDIA's library                       from compute capability 8.0, with its metadata
+    widen        values of 8 bits made 16 bits wide for the call   where a kernel for 16 bits runs, and none for 8
     unpack       the dense weight, made for the call, and cuBLAS   everywhere
+
+With values of 8 bits, `mma_sp` multiplies x as it is, and `wgmma_sp` rounds x to 8 bits, with a scale for each row: only for
+weights whose checkpoint asks for that.
 
 A kernel can be compiled in many configurations.  `CONFIGS` are those that are used: five or so for each number of rows lose less
 than 2 % against trying all (benchmarks/tuning/tune.py).  `cost.time_us` picks for a problem.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_sparse24.compressors import Sparse24Compressor
 from hf_sparse24.errors import warn
 from hf_sparse24.kernels import cost, cusparselt
 from hf_sparse24.kernels.compile import KernelCompileError, arch_of, compile_all, load_kernel
-from hf_sparse24.kernels.sparse_mma import MmaSp, Start, WeightAt, WgmmaSp
+from hf_sparse24.kernels.sparse_mma import MmaSp, QuantizeRows, Start, WeightAt, WgmmaSp
 
 KERNELS = (MmaSp, WgmmaSp)
-PATHS = (*(kernel.source for kernel in KERNELS), "cusparselt", "unpack")
+PATHS = (*(kernel.source for kernel in KERNELS), "cusparselt", "widen", "unpack")
 MIN_CAPABILITY = (8, 0)
 SPARSE24 = Sparse24Compressor.format
 DTYPES = (torch.bfloat16, torch.float16)
+DTYPES_8BIT = (torch.float8_e4m3fn, torch.int8)
 # More rows than `mma_sp` is for, and fewer than cuSPARSELt is.
 MMA_ROWS = 64
 # Rows for which kernels are compiled ahead of the first call.
@@ -35,58 +41,98 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 # How a kernel is compiled -> how its times compare with those that `cost` gives.
 CONFIGS: dict[MmaSp | WgmmaSp, float] = {
-    MmaSp(bn=8, tiles=1, depth=4, row_warps=1, column_warps=16, steps=4, buffers=1): 0.929,
-    MmaSp(bn=8, tiles=1, depth=4, row_warps=1, column_warps=16, steps=4, buffers=2): 1.003,
-    WgmmaSp(64, 8, 256, stages=5, ahead=2, min_blocks=2): 1.005,
-    WgmmaSp(64, 8, 256, stages=5, ahead=2, split=2, min_blocks=2): 0.999,
-    WgmmaSp(64, 8, 256, stages=5, ahead=2, split=4, min_blocks=2): 0.99,
-    WgmmaSp(128, 8, 256, stages=6, ahead=2): 0.993,
-    WgmmaSp(64, 16, 128, stages=8, ahead=4, split=4, min_blocks=2): 0.996,
-    WgmmaSp(64, 16, 256, stages=4, ahead=2, min_blocks=2): 0.999,
-    WgmmaSp(64, 16, 256, stages=4, ahead=2, split=2, min_blocks=2): 0.995,
-    WgmmaSp(64, 32, 128, stages=6, ahead=4, min_blocks=2): 0.991,
-    WgmmaSp(64, 32, 128, stages=6, ahead=4, split=2, min_blocks=2): 0.984,
-    WgmmaSp(64, 32, 128, stages=6, ahead=4, split=4, min_blocks=2): 0.994,
-    WgmmaSp(64, 32, 128, stages=8, ahead=4): 0.98,
+    MmaSp(bn=8, tiles=1, depth=4, row_warps=1, column_warps=16, steps=4, buffers=1): 1.0,
+    MmaSp(bn=8, tiles=1, depth=4, row_warps=1, column_warps=16, steps=4, buffers=2): 1.007,
+    MmaSp(bn=8, tiles=1, depth=4, row_warps=1, column_warps=8, steps=8, buffers=1, min_blocks=2): 0.97,
+    WgmmaSp(64, 8, 256, stages=5, ahead=2, split=4, min_blocks=2): 1.0,
+    WgmmaSp(128, 8, 256, stages=6, ahead=2): 0.996,
+    WgmmaSp(128, 8, 128, stages=6, ahead=2, split=4, min_blocks=2, window=256): 0.997,
+    WgmmaSp(64, 16, 256, stages=4, ahead=2, split=4, min_blocks=2): 1.001,
+    WgmmaSp(128, 16, 128, stages=8, ahead=2, window=256): 0.995,
+    WgmmaSp(128, 16, 128, stages=5, ahead=2, split=4, min_blocks=2, window=256): 0.997,
+    WgmmaSp(64, 32, 128, stages=8, ahead=2, split=2, window=256): 0.993,
+    WgmmaSp(64, 32, 128, stages=6, ahead=2, split=4, min_blocks=2, window=256): 0.998,
     WgmmaSp(128, 32, 256, stages=4, ahead=2, multicast=4): 0.995,
-    WgmmaSp(64, 64, 128, stages=8, ahead=4): 0.975,
-    WgmmaSp(64, 64, 128, stages=8, ahead=4, split=2): 1.002,
-    WgmmaSp(64, 64, 128, stages=8, ahead=4, split=4): 1.0,
-    WgmmaSp(128, 64, 128, stages=6, ahead=4, split=4): 0.994,
-    WgmmaSp(128, 64, 256, stages=3, ahead=2): 1.007,
-    WgmmaSp(64, 128, 128, stages=5, ahead=4): 0.924,
-    WgmmaSp(64, 128, 128, stages=5, ahead=4, split=2): 0.984,
-    WgmmaSp(128, 128, 128, stages=4, ahead=4): 0.957,
-    WgmmaSp(128, 128, 128, stages=4, ahead=4, multicast=2): 0.979,
-    WgmmaSp(128, 128, 128, stages=4, ahead=4, split=2): 0.984,
-    WgmmaSp(128, 128, 128, stages=4, ahead=4, split=4): 0.994,
-    WgmmaSp(192, 128, 128, stages=3, ahead=4, multicast=2): 1.004,
-    WgmmaSp(192, 128, 128, stages=3, ahead=4, split=2): 0.995,
-    WgmmaSp(128, 192, 128, stages=3, ahead=4, multicast=2): 0.988,
-    WgmmaSp(128, 192, 128, stages=3, ahead=4, multicast=4): 0.961,
-    WgmmaSp(128, 256, 64, stages=5, ahead=2, multicast=2): 1.003,
+    WgmmaSp(128, 32, 128, stages=4, ahead=2, split=4, min_blocks=2, window=256): 1.0,
+    WgmmaSp(64, 64, 256, stages=4, ahead=2): 0.999,
+    WgmmaSp(64, 64, 256, stages=4, ahead=2, multicast=4): 0.984,
+    WgmmaSp(64, 64, 256, stages=4, ahead=2, split=2): 1.0,
+    WgmmaSp(64, 64, 256, stages=4, ahead=2, split=4): 1.001,
+    WgmmaSp(128, 64, 256, stages=3, ahead=2): 1.0,
+    WgmmaSp(128, 64, 128, stages=6, ahead=2, multicast=4, window=256): 0.999,
+    WgmmaSp(128, 64, 128, stages=6, ahead=2, split=4, window=256): 0.998,
+    WgmmaSp(64, 128, 128, stages=5, ahead=2, window=256): 0.936,
+    WgmmaSp(64, 128, 128, stages=5, ahead=2, split=2, window=256): 0.976,
+    WgmmaSp(128, 128, 128, stages=4, ahead=2, window=256): 0.936,
+    WgmmaSp(128, 128, 128, stages=4, ahead=2, split=2, window=256): 0.966,
+    WgmmaSp(128, 128, 128, stages=4, ahead=2, split=4, window=256): 0.995,
+    WgmmaSp(192, 128, 64, stages=7, ahead=2, window=256): 0.994,
+    WgmmaSp(128, 192, 64, stages=6, ahead=2, multicast=4, window=256): 0.948,
+    WgmmaSp(128, 256, 64, stages=5, ahead=2, window=256): 0.908,
+    WgmmaSp(128, 256, 64, stages=5, ahead=2, multicast=4, window=256): 0.974,
+}
+# The same of values of 8 bits.
+CONFIGS_8BIT: dict[MmaSp | WgmmaSp, float] = {
+    MmaSp(bn=8, tiles=1, depth=2, row_warps=1, column_warps=8, steps=2, buffers=2, min_blocks=2, value_bytes=1): 1.047,
+    MmaSp(bn=8, tiles=1, depth=2, row_warps=2, column_warps=8, steps=2, buffers=1, value_bytes=1): 0.949,
+    MmaSp(bn=8, tiles=1, depth=2, row_warps=2, column_warps=8, steps=2, buffers=2, value_bytes=1): 1.132,
+    MmaSp(bn=8, tiles=1, depth=2, row_warps=2, column_warps=8, steps=4, buffers=1, value_bytes=1): 1.04,
+    MmaSp(bn=8, tiles=1, depth=4, row_warps=1, column_warps=8, steps=4, buffers=1, min_blocks=2, value_bytes=1): 1.299,
+    MmaSp(bn=16, tiles=1, depth=2, row_warps=2, column_warps=8, steps=2, buffers=1, value_bytes=1): 0.991,
+    MmaSp(bn=16, tiles=1, depth=2, row_warps=2, column_warps=8, steps=2, buffers=2, value_bytes=1): 1.257,
+    MmaSp(bn=16, tiles=1, depth=2, row_warps=2, column_warps=8, steps=4, buffers=1, value_bytes=1): 1.062,
+    WgmmaSp(64, 8, 512, stages=5, ahead=2, min_blocks=2, value_bytes=1): 1.244,
+    WgmmaSp(128, 8, 512, stages=3, ahead=2, min_blocks=2, value_bytes=1, window=256): 1.163,
+    WgmmaSp(128, 8, 512, stages=3, ahead=2, split=4, min_blocks=2, value_bytes=1): 1.093,
+    WgmmaSp(128, 8, 512, stages=3, ahead=2, split=4, min_blocks=2, value_bytes=1, window=256): 1.196,
+    WgmmaSp(128, 8, 512, stages=6, ahead=2, split=4, value_bytes=1): 0.95,
+    WgmmaSp(64, 16, 512, stages=4, ahead=2, min_blocks=2, value_bytes=1): 1.189,
+    WgmmaSp(128, 16, 256, stages=5, ahead=4, min_blocks=2, value_bytes=1): 1.187,
+    WgmmaSp(128, 16, 256, stages=5, ahead=4, split=4, min_blocks=2, value_bytes=1): 1.088,
+    WgmmaSp(128, 16, 512, stages=5, ahead=2, split=4, value_bytes=1): 0.916,
+    WgmmaSp(64, 32, 512, stages=3, ahead=2, min_blocks=2, value_bytes=1): 1.103,
+    WgmmaSp(64, 32, 512, stages=6, ahead=2, split=4, value_bytes=1): 0.895,
+    WgmmaSp(128, 32, 256, stages=4, ahead=4, min_blocks=2, value_bytes=1): 1.156,
+    WgmmaSp(128, 32, 256, stages=4, ahead=4, split=4, min_blocks=2, value_bytes=1): 1.041,
+    WgmmaSp(64, 64, 512, stages=4, ahead=2, value_bytes=1): 1.208,
+    WgmmaSp(64, 64, 512, stages=4, ahead=2, multicast=4, value_bytes=1, window=256): 1.206,
+    WgmmaSp(64, 64, 512, stages=4, ahead=2, split=2, value_bytes=1): 1.208,
+    WgmmaSp(64, 64, 256, stages=4, ahead=4, split=4, min_blocks=2, value_bytes=1): 0.99,
+    WgmmaSp(128, 64, 512, stages=3, ahead=2, value_bytes=1, window=256): 1.166,
+    WgmmaSp(128, 64, 512, stages=3, ahead=2, multicast=4, value_bytes=1, window=256): 1.148,
+    WgmmaSp(128, 64, 512, stages=3, ahead=2, split=2, value_bytes=1, window=256): 1.219,
+    WgmmaSp(128, 128, 256, stages=4, ahead=2, value_bytes=1, window=256): 1.142,
+    WgmmaSp(128, 128, 256, stages=4, ahead=2, multicast=2, value_bytes=1, window=256): 1.144,
+    WgmmaSp(128, 128, 256, stages=4, ahead=2, multicast=4, value_bytes=1, window=256): 1.13,
+    WgmmaSp(128, 128, 128, stages=8, ahead=2, split=2, value_bytes=1, window=256): 1.193,
+    WgmmaSp(192, 128, 256, stages=3, ahead=2, value_bytes=1, window=256): 1.117,
+    WgmmaSp(128, 256, 128, stages=5, ahead=2, value_bytes=1, window=256): 1.058,
+    WgmmaSp(128, 256, 128, stages=5, ahead=2, multicast=2, value_bytes=1, window=256): 1.126,
+    WgmmaSp(128, 256, 128, stages=5, ahead=2, multicast=4, value_bytes=1, window=256): 1.112,
 }
 # (n, k, up to so many rows of x, more than half of them): where another is at least 3 % faster than what the model picks.
 MEASURED: dict[tuple[int, int, int], MmaSp | WgmmaSp] = {
-    (1024, 2048, 128): WgmmaSp(128, 64, 128, stages=6, ahead=4, split=4),
-    (1024, 2048, 2048): WgmmaSp(128, 128, 128, stages=4, ahead=4),
-    (1024, 8192, 256): WgmmaSp(64, 64, 128, stages=8, ahead=4, split=2),
-    (1024, 8192, 512): WgmmaSp(64, 128, 128, stages=5, ahead=4, split=2),
-    (1024, 8192, 1024): WgmmaSp(128, 128, 128, stages=4, ahead=4, split=2),
     (1536, 1536, 8): WgmmaSp(64, 8, 256, stages=5, ahead=2, split=4, min_blocks=2),
-    (2048, 2048, 1024): WgmmaSp(128, 128, 128, stages=4, ahead=4),
-    (2048, 8192, 512): WgmmaSp(128, 128, 128, stages=4, ahead=4, split=2),
-    (2560, 4096, 128): WgmmaSp(128, 128, 128, stages=4, ahead=4, split=4),
-    (2560, 4096, 256): WgmmaSp(128, 128, 128, stages=4, ahead=4, split=2),
-    (3072, 8192, 512): WgmmaSp(192, 128, 128, stages=3, ahead=4, split=2),
-    (3584, 3584, 8): MmaSp(bn=8, tiles=1, depth=4, row_warps=1, column_warps=16, steps=4, buffers=1),
-    (3584, 3584, 16): WgmmaSp(64, 16, 256, stages=4, ahead=2, split=2, min_blocks=2),
-    (3584, 3584, 64): WgmmaSp(64, 64, 128, stages=8, ahead=4),
-    (3584, 3584, 512): WgmmaSp(128, 128, 128, stages=4, ahead=4),
+    (2048, 8192, 128): WgmmaSp(128, 128, 128, stages=4, ahead=2, split=4, window=256),
+    (3584, 3584, 32): WgmmaSp(64, 32, 128, stages=8, ahead=2, split=2, window=256),
+    (3584, 3584, 256): WgmmaSp(64, 128, 128, stages=5, ahead=2, window=256),
     (4096, 4096, 8): MmaSp(bn=8, tiles=1, depth=4, row_warps=1, column_warps=16, steps=4, buffers=1),
-    (4096, 11008, 1): MmaSp(bn=8, tiles=1, depth=4, row_warps=1, column_warps=16, steps=4, buffers=2),
-    (5120, 5120, 128): WgmmaSp(128, 128, 128, stages=4, ahead=4, split=2),
-    (5120, 5120, 4096): WgmmaSp(128, 192, 128, stages=3, ahead=4, multicast=2),
+    (4096, 4096, 32): WgmmaSp(64, 32, 128, stages=8, ahead=2, split=2, window=256),
+    (4096, 14336, 32): WgmmaSp(64, 32, 128, stages=8, ahead=2, split=2, window=256),
+    (5120, 5120, 64): WgmmaSp(64, 64, 256, stages=4, ahead=2, multicast=4),
+    (6144, 4096, 1): WgmmaSp(128, 8, 128, stages=6, ahead=2, split=4, min_blocks=2, window=256),
+    (14336, 4096, 64): WgmmaSp(128, 64, 128, stages=6, ahead=2, multicast=4, window=256),
+}
+MEASURED_8BIT: dict[tuple[int, int, int], MmaSp | WgmmaSp] = {
+    (1024, 4096, 8): WgmmaSp(64, 8, 512, stages=8, ahead=2, split=4, value_bytes=1),
+    (1024, 4096, 64): WgmmaSp(64, 64, 512, stages=4, ahead=2, split=4, multicast=2, value_bytes=1),
+    (2048, 2048, 32): WgmmaSp(64, 32, 256, stages=6, ahead=4, split=4, min_blocks=2, value_bytes=1),
+    (4096, 4096, 1): MmaSp(bn=8, tiles=1, depth=2, row_warps=1, column_warps=8, steps=4, buffers=1, min_blocks=2, value_bytes=1),
+    (4096, 14336, 1): MmaSp(bn=8, tiles=1, depth=2, row_warps=1, column_warps=8, steps=2, buffers=2, min_blocks=2, value_bytes=1),
+    (4096, 14336, 8): WgmmaSp(128, 8, 512, stages=3, ahead=2, split=4, min_blocks=2, value_bytes=1, window=256),
+    (4096, 14336, 32): WgmmaSp(128, 32, 256, stages=4, ahead=2, split=4, multicast=2, min_blocks=2, value_bytes=1, window=256),
+    (14336, 4096, 1): WgmmaSp(64, 8, 512, stages=5, ahead=2, min_blocks=2, value_bytes=1),
+    (14336, 4096, 8): WgmmaSp(64, 8, 512, stages=5, ahead=2, min_blocks=2, value_bytes=1),
 }
 # Further ones where few of those can be.
 OTHERS: tuple[MmaSp | WgmmaSp, ...] = (
@@ -102,6 +148,11 @@ OTHERS: tuple[MmaSp | WgmmaSp, ...] = (
     MmaSp(bn=32, tiles=2, depth=2, row_warps=2, column_warps=4, steps=2, buffers=2),
     MmaSp(bn=64, tiles=2, depth=1, row_warps=4, column_warps=2, steps=2, buffers=2),
 )
+OTHERS_8BIT: tuple[MmaSp, ...] = (
+    MmaSp(bn=16, tiles=1, depth=1, row_warps=1, column_warps=8, steps=1, buffers=2, value_bytes=1),
+    MmaSp(bn=32, tiles=2, depth=1, row_warps=2, column_warps=4, steps=1, buffers=2, value_bytes=1),
+    MmaSp(bn=64, tiles=2, depth=1, row_warps=4, column_warps=2, steps=1, buffers=2, value_bytes=1),
+)
 
 
 @dataclass(frozen=True)
@@ -113,13 +164,14 @@ class Choice:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def why_not(path: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not(path: str, device: torch.device, dtype: torch.dtype, values: torch.dtype | None = None) -> str | None:
     """Why a path cannot run on a device with weights of a dtype, or None if it can for some problems.
 
     Args:
         path: One of PATHS.
         device: With an index, if it is a CUDA device.
-        dtype: Of weight and x.
+        dtype: Of x.
+        values: Of the weight, if it is another.
     """
     if path == "unpack":
         return None
@@ -127,49 +179,67 @@ def why_not(path: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return f"{device.type} has no sparse tensor cores"
     if dtype not in DTYPES:
         return f"no kernel for {dtype}"
+    if values not in (None, *DTYPES_8BIT):
+        return f"no kernel for values of {values} and x of {dtype}"
+    if path == "widen":
+        return "values are as wide as x" if values is None else None
     if path == "cusparselt":
         # 0.8.0 on an H200: its default takes 1.6 times the dense time with float16, and its own search ends in an illegal instruction.
-        return "used for bfloat16 only" if dtype != torch.bfloat16 else cusparselt.why_not(device)
+        return "used for bfloat16 only" if values or dtype != torch.bfloat16 else cusparselt.why_not(device)
     capability = torch.cuda.get_device_capability(device)
     if path == "wgmma_sp" and capability != (9, 0):
         return f"compute capability {capability} is not (9, 0)"
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability} is below {MIN_CAPABILITY}"
-    return _why_not_built(path, device, dtype)
+    return _why_not_built(path, device, dtype, values)
 
 
 @functools.cache
-def choose(n: int, k: int, m: int, dtype: torch.dtype, device: torch.device, has_metadata: bool = False) -> Choice:
+def choose(
+    n: int,
+    k: int,
+    m: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_metadata: bool = False,
+    *,
+    values: torch.dtype | None = None,
+    quantize_x: bool = False,
+) -> Choice:
     """The fastest path for a problem, by measurement, on a Hopper GPU; elsewhere the only kernel there is, where it can.
 
     Args:
         n: Rows of the weight.
         k: Columns of the weight.
         m: Rows of x.
-        dtype: Of weight and x.
+        dtype: Of x.
         device: With an index, if it is a CUDA device.
         has_metadata: Whether cuSPARSELt's metadata lies behind the values.
+        values: dtype of the weight's values, if it is another than x's.
+        quantize_x: Whether x may be rounded to the dtype of the values.
     """
-    reasons = {path: reason for path in PATHS if (reason := why_not(path, device, dtype))}
-    for kernel in KERNELS:
-        if k % kernel.k_multiple or not n * k * m:
-            reasons.setdefault(
-                kernel.source, f"({n}, {k}) and {m} rows: in_features must be a multiple of {kernel.k_multiple}, and no size 0"
-            )
+    reasons = {path: reason for path in PATHS if (reason := why_not(path, device, dtype, values))}
+    if values is not None and not quantize_x:
+        reasons.setdefault("wgmma_sp", "it rounds x to 8 bits, which this weight's checkpoint does not ask for")
+    if not n * k * m:
+        reasons |= {path: "a size is 0" for path in PATHS if path != "unpack"}
     open_paths = set(PATHS) - set(reasons)
     fitting = []
-    for config in (*CONFIGS, *(OTHERS if k % 128 or "wgmma_sp" in reasons else ())):
+    configs, others = (CONFIGS, OTHERS) if values is None else (CONFIGS_8BIT, OTHERS_8BIT)
+    few = k % 128 or "wgmma_sp" in reasons
+    for config in (*configs, *(others if few else ())):
         if config.source not in open_paths:
             continue
         if reason := _why_not_config(config, n, k, m, device):
             reasons.setdefault(config.source, reason)
         else:
             fitting.append(config)
-    times_us = {config: cost.time_us(config, n, k, m) * CONFIGS.get(config, 1.0) for config in fitting}
+    times_us = {config: _time_us(config, n, k, m) for config in fitting}
     best = min(times_us, key=times_us.__getitem__, default=None)
-    measured = MEASURED.get((n, k, 8 if 1 < m <= 8 else 1 << max(0, m - 1).bit_length()))
+    table = MEASURED if values is None else MEASURED_8BIT
+    measured = table.get((n, k, 8 if 1 < m <= 8 else 1 << max(0, m - 1).bit_length()))
     if measured is not None and measured.source in open_paths:
-        best, times_us[measured] = measured, cost.time_us(measured, n, k, m)
+        best, times_us[measured] = measured, _time_us(measured, n, k, m)
     if not has_metadata:
         reasons.setdefault("cusparselt", "its metadata is not beside the values: see Sparse24Linear.prepare")
     elif m <= MMA_ROWS:
@@ -178,11 +248,23 @@ def choose(n: int, k: int, m: int, dtype: torch.dtype, device: torch.device, has
         slower = f"cusparselt is faster: about {cost.cusparselt_us(n, k, m):.1f} us on an H200"
         return Choice("cusparselt", None, {path: reasons.get(path, slower) for path in PATHS if path != "cusparselt"})
     if best is None:
+        widened = None if "widen" in reasons else choose(n, k, m, dtype, device)
+        if widened is not None and widened.config is not None:
+            slower = f"widen runs {widened.path} without a dense weight"
+            return Choice("widen", None, {path: reasons.get(path, slower) for path in PATHS if path != "widen"})
+        reasons.setdefault("widen", "no kernel for 16 bits runs either")
         return Choice("unpack", None, reasons)
     slower = f"{best.source} is faster: about {times_us[best]:.1f} us on an H200"
     fits = {config.source for config in fitting}
-    others = {path: slower if path in fits else reasons.get(path, slower) for path in PATHS if path != best.source}
-    return Choice(best.source, best, others)
+    others_say = {path: slower if path in fits else reasons.get(path, slower) for path in PATHS if path != best.source}
+    return Choice(best.source, best, others_say)
+
+
+def _time_us(config: MmaSp | WgmmaSp, n: int, k: int, m: int) -> float:
+    """By the model, and what was measured of this configuration; with the rounding of x, where it takes it."""
+    corrections = CONFIGS if config.value_bytes == 2 else CONFIGS_8BIT
+    rounding_us = cost.quantize_us(k, m) if isinstance(config, WgmmaSp) and config.value_bytes == 1 else 0
+    return cost.time_us(config, n, k, m) * corrections.get(config, 1.0) + rounding_us
 
 
 def explain(
@@ -197,19 +279,67 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
-def starter(config: MmaSp | WgmmaSp, weight: WeightAt, m: int, dtype: torch.dtype) -> Start:
-    """What starts a configuration's kernel; see `MmaSp.starter`."""
-    return config.starter(_kernel(config, dtype, weight.device_index), weight, m)
+def starter(
+    config: MmaSp | WgmmaSp,
+    weight: WeightAt,
+    m: int,
+    dtype: torch.dtype,
+    values: torch.dtype | None = None,
+    x_scale: Tensor | None = None,
+) -> Start:
+    """What starts a configuration's kernel, and before it that which rounds x to 8 bits, if the kernel takes it so.
+
+    Args:
+        config: How the kernel is compiled.
+        weight: Where the weight is.
+        m: Rows of x.
+        dtype: Of x and the result.
+        values: dtype of the weight's values, if it is another.
+        x_scale: One scale for all rows of x, or None: each row gets its own.
+    """
+    k, index = weight.k, weight.device_index
+    start = config.starter(_kernel(config, dtype, index, values), weight, m)
+    if values is None or not isinstance(config, WgmmaSp):
+        return start
+    quantize = rounding_starter(m, k, dtype, values, index, x_scale)
+    values_bytes = m * k
+
+    def start_both(x: Tensor, y: Tensor, early: bool) -> None:
+        rounded = x.new_empty(values_bytes + 4 * m, dtype=torch.uint8)  # values, and a float32 for each row
+        scales = rounded.data_ptr() + values_bytes
+        quantize(x.data_ptr(), rounded.data_ptr(), scales, early)
+        # Always early: before this kernel only that one may still run, which does not write the weight.
+        start(rounded, y, True, scales)
+
+    return start_both
 
 
-def prepare(format: str, shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> str | None:
+def rounding_starter(
+    m: int, k: int, dtype: torch.dtype, values: torch.dtype, device_index: int, x_scale: Tensor | None
+) -> Callable[[int, int, int, bool], None]:
+    """What starts the kernel that rounds m rows of k columns to values of 8 bits; see `QuantizeRows.starter`."""
+    config = QuantizeRows.of(k)
+    return config.starter(_kernel(config, dtype, device_index, values), device_index, m, k, x_scale)
+
+
+def prepare(
+    format: str,
+    shapes: Iterable[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    values: torch.dtype | None = None,
+    quantize_x: bool = False,
+) -> str | None:
     """Compile, side by side, and load the kernels that weights of these shapes need, so that no call has to wait.
 
     Args:
         format: Of the weights.
         shapes: (n, k) of the weights.
-        dtype: Of the weights.
+        dtype: Of x.
         device: Where they are.
+        values: dtype of the weights' values, if it is another.
+        quantize_x: Whether x may be rounded to the dtype of the values.
 
     Returns:
         Why there is no kernel for them, or None.
@@ -217,15 +347,25 @@ def prepare(format: str, shapes: Iterable[tuple[int, int]], dtype: torch.dtype, 
     device = with_index(device)
     if format != SPARSE24:
         return f"there is no kernel for {format}"
-    reasons = [why_not(kernel.source, device, dtype) for kernel in KERNELS]
+    reasons = [why_not(kernel.source, device, dtype, values) for kernel in KERNELS]
     if None not in reasons:
         return reasons[0]
-    choices = {choose(n, k, m, dtype, device).config for n, k in set(shapes) for m in ROWS}
-    configs = [config for config in choices if config is not None]
+    shapes = set(shapes)
+    builds: dict[tuple[MmaSp | WgmmaSp | QuantizeRows, torch.dtype | None], None] = {}
+    for n, k in shapes:
+        for m in ROWS:
+            choice = choose(n, k, m, dtype, device, values=values, quantize_x=quantize_x)
+            wide = choose(n, k, m, dtype, device).config if choice.path == "widen" else None
+            if wide is not None:
+                builds[wide, None] = None
+            elif choice.config is not None:
+                builds[choice.config, values] = None
+                if values is not None and isinstance(choice.config, WgmmaSp):
+                    builds[QuantizeRows.of(k), values] = None
     arch = arch_of(torch.cuda.get_device_capability(device))
-    compile_all([(config.source, arch, config.defines(dtype)) for config in configs])
-    for config in configs:
-        _kernel(config, dtype, device.index)
+    compile_all([(config.source, arch, config.defines(dtype, of)) for config, of in builds])
+    for config, of in builds:
+        _kernel(config, dtype, device.index, of)
     return None
 
 
@@ -250,7 +390,7 @@ def _why_not_config(config: MmaSp | WgmmaSp, n: int, k: int, m: int, device: tor
     # The smallest tile that holds all rows, as it was measured; only where tiles are few, or rows many, it may be another.
     if config.bn != min(128, max(8, 1 << (m - 1).bit_length())) and (m <= 64 or config.bn < (64 if m <= 128 or few_tiles(n, m) else 128)):
         return f"its tiles are for other numbers of rows of x than {m}"
-    if isinstance(config, WgmmaSp) and config.split > 1 and m > 2 * config.bn:
+    if isinstance(config, WgmmaSp) and config.split > 1 and m > 4 * config.bn:
         return f"its tiles are for fewer rows of x than {m}"
     shared_bytes = _shared_bytes(device.index)
     if config.shared_bytes + 1024 > shared_bytes:
@@ -271,17 +411,18 @@ def few_tiles(n: int, m: int) -> bool:
 
 
 @functools.cache
-def _kernel(config: MmaSp | WgmmaSp, dtype: torch.dtype, device_index: int) -> Any:
-    return load_kernel(config.source, config.source, device_index, config.defines(dtype), config.shared_bytes)
+def _kernel(config: MmaSp | WgmmaSp | QuantizeRows, dtype: torch.dtype, device_index: int, values: torch.dtype | None = None) -> Any:
+    return load_kernel(config.source, config.source, device_index, config.defines(dtype, values), config.shared_bytes)
 
 
 @functools.cache
-def _why_not_built(path: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def _why_not_built(path: str, device: torch.device, dtype: torch.dtype, values: torch.dtype | None) -> str | None:
     """Build one configuration of a kernel, to know whether it can be built here at all."""
-    config = next(config for config in CONFIGS if config.source == path)
+    configs = CONFIGS if values is None else CONFIGS_8BIT
+    config = next(config for config in configs if config.source == path)
     try:
-        _kernel(config, dtype, device.index)
+        _kernel(config, dtype, device.index, values)
     except KernelCompileError as error:
-        warn(f"{path} does not run on {device} with {dtype}: {error}")
+        warn(f"{path} does not run on {device} with {values or dtype}: {error}")
         return str(error)
     return None

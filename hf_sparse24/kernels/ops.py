@@ -5,13 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.kernels import cusparselt, dispatch, reference
-from hf_sparse24.kernels.sparse_mma import Start, WeightAt
+from hf_sparse24.kernels import plans, reference
 
 NAMESPACE = "hf_sparse24"
 LIB = torch.library.Library(NAMESPACE, "DEF")
-ALIGNMENT = 16  # bytes, of all that a kernel reads
-EARLY_CAPABILITY = (9, 0)
 
 LIB.define("unpack(Tensor compressed, Tensor bitmask, int in_features) -> Tensor")
 LIB.define("linear(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, Tensor? metadata, int in_features) -> Tensor")
@@ -24,104 +21,14 @@ def _unpack(compressed: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
     return reference.unpack(compressed, bitmask, in_features)
 
 
-def _linear(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, metadata: Tensor | None, in_features: int) -> Tensor:
-    if not x.is_cuda:
-        return reference.linear(x, compressed, bitmask, bias, in_features)
-    if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
-        x = x.clone(memory_format=torch.contiguous_format)
-    # All that a plan depends on: what lies where, in which form.
-    key = (
-        *(x.numel(), x.shape[-1:], x.dtype, x.get_device(), in_features, bitmask.shape[0]),
-        *(compressed.data_ptr(), compressed.dtype, compressed.shape, compressed.is_contiguous()),
-        *(bitmask.data_ptr(), bitmask.is_contiguous(), 0 if metadata is None else metadata.data_ptr()),
-        *((0, None) if bias is None else (bias.data_ptr(), bias.dtype, bias.is_contiguous())),
-    )
-    plan = _PLANS.get(key)
-    if plan is None:
-        if len(_PLANS) >= MAX_PLANS:
-            _PLANS.clear()
-        plan = _PLANS[key] = _plan(x, compressed, bitmask, bias, metadata, in_features)
-    if plan.start is not None:
-        y = x.new_empty((*x.shape[:-1], plan.out_features))
-        index = x.get_device()
-        early = plan.may_start_early(compressed, bitmask)
-        if index == torch._C._cuda_getDevice():
-            plan.start(x, y, early)
-        else:
-            with torch.cuda.device(index):
-                plan.start(x, y, early)
-        return y
-    if plan.path == "cusparselt":
-        return cusparselt.linear(x, _cusparselt_buffer(compressed, metadata), plan.out_features, bias)
-    return reference.linear(x, compressed, bitmask, bias, in_features)
-
-
-class _Plan:
-    """The path of one weight for one number of rows; holds no tensor."""
-
-    def __init__(self, path: str, out_features: int, start: Start | None = None):
-        self.path, self.out_features, self.start = path, out_features, start
-        self.versions: tuple[int, int] | None = None
-
-    def may_start_early(self, compressed: Tensor, bitmask: Tensor) -> bool:
-        """Whether the kernel may fetch its weight while the kernel before it still runs, which pays in CUDA graphs.
-
-        It must not where that one writes the weight: so only if a call outside of a graph has read it, and it has not been changed
-        since.
-        """
-        try:
-            versions = compressed._version, bitmask._version
-        except RuntimeError:  # tensors of inference mode are not counted
-            return False
-        if torch._C._cuda_isCurrentStreamCapturing():
-            return self.versions == versions and torch.cuda.get_device_capability(compressed.device) >= EARLY_CAPABILITY
-        self.versions = versions
-        return False
-
-
-# By what lies where.  A plan that is never asked for again is dropped with all others, when there are too many.
-_PLANS: dict[tuple[Any, ...], _Plan] = {}
-MAX_PLANS = 1 << 15
-
-
-def _plan(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, metadata: Tensor | None, in_features: int) -> _Plan:
-    """What is wrong with the arguments, if anything is, the reference says: it is `F.linear`."""
-    out_features = bitmask.shape[0]
-    weights = (compressed, bitmask) if bias is None else (compressed, bitmask, bias)
-    fits = (
-        x.dtype == compressed.dtype
-        and (x.ndim > 0 and x.shape[-1] == in_features)
-        and compressed.shape == (out_features, in_features // 2)
-        and (bias is None or bias.dtype == x.dtype)
-        and all(tensor.device == x.device and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in weights)
-    )
-    if not fits or not x.numel() or not out_features:
-        return _Plan("unpack", out_features)
-    rows = x.numel() // in_features
-    has_metadata = metadata is not None and metadata.data_ptr() == compressed.data_ptr() + compressed.nbytes
-    choice = dispatch.choose(out_features, in_features, rows, x.dtype, x.device, has_metadata)
-    if choice.config is None:
-        return _Plan(choice.path, out_features)
-    with torch.cuda.device(x.device):
-        weight = WeightAt.of(compressed, bitmask, bias)
-        return _Plan(choice.path, out_features, dispatch.starter(choice.config, weight, rows, x.dtype))
-
-
-def _cusparselt_buffer(compressed: Tensor, metadata: Tensor | None) -> Tensor:
-    """The values and the metadata that follows them in memory, as bytes."""
-    assert metadata is not None
-    start, size = compressed.storage_offset() * compressed.element_size(), compressed.nbytes + metadata.numel()
-    return torch.empty(0, dtype=torch.uint8, device=compressed.device).set_(compressed.untyped_storage(), start, (size,), (1,))
-
-
 def _linear_grad_x(grad_y: Tensor, compressed: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
     return grad_y @ reference.unpack(compressed, bitmask, in_features)
 
 
 for _name, _implementation in (
     ("unpack", _unpack),
-    ("linear", _linear),
-    ("linear_inference", _linear),
+    ("linear", plans.linear),
+    ("linear_inference", plans.linear),
     ("linear_grad_x", _linear_grad_x),
 ):
     LIB.impl(_name, _implementation, "CompositeExplicitAutograd")

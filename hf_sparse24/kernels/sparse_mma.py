@@ -5,7 +5,7 @@ A configuration says how a kernel is compiled and started; which one is used for
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +14,12 @@ from torch import Tensor
 # Tensor maps of x that are kept for each weight: a map takes longer to make than a kernel to start.
 NUM_MAPS = 64
 
+# How kernels name the dtype of scales.
+SCALE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
 # Starts a kernel on the current stream of the device, which must be the current one: x (M, K), y (M, N), and whether it may start
-# before the kernel before it has ended; that one must not write the weight.
-Start = Callable[[Tensor, Tensor, bool], None]
+# before the kernel before it has ended; that one must not write the weight.  If x is rounded, also the address of its scales.
+Start = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class WeightAt:
         n: Rows.
         k: Columns.
         device_index: As torch counts devices.
+        value_bytes: Of a value.
+        scales: Of the scales of values of 8 bits, (N,) or one.
+        scale_type: A value of SCALE_TYPES.
+        scale_stride: 1, or 0 if there is one scale.
     """
 
     values: int
@@ -38,13 +45,26 @@ class WeightAt:
     n: int
     k: int
     device_index: int
+    value_bytes: int = 2
+    scales: int = 0
+    scale_type: int = 0
+    scale_stride: int = 0
 
     @classmethod
-    def of(cls, compressed: Tensor, bitmask: Tensor, bias: Tensor | None) -> "WeightAt":
-        """Of packed tensors."""
+    def of(cls, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> "WeightAt":
+        """Of packed tensors; values of 8 bits have a scale for each row, or one."""
         n, k = compressed.shape[0], 2 * compressed.shape[1]
         bias_at = 0 if bias is None else bias.data_ptr()
-        return cls(compressed.data_ptr(), bitmask.data_ptr(), bias_at, n, k, compressed.get_device())
+        at = cls(compressed.data_ptr(), bitmask.data_ptr(), bias_at, n, k, compressed.get_device())
+        if scale is None:
+            return at
+        form = {"scales": scale.data_ptr(), "scale_type": SCALE_TYPES[scale.dtype], "scale_stride": int(scale.numel() > 1)}
+        return replace(at, value_bytes=1, **form)
+
+
+def _types(dtype: torch.dtype, values: torch.dtype | None) -> dict[str, int]:
+    """Macros for the dtypes of x and of values."""
+    return {"BF16": int(dtype == torch.bfloat16), "FP8": int(values == torch.float8_e4m3fn), "INT8": int(values == torch.int8)}
 
 
 @dataclass(frozen=True)
@@ -59,8 +79,13 @@ class MmaSp:
     steps: int
     buffers: int
     min_blocks: int = 1
+    value_bytes: int = 2
     source: ClassVar[str] = "mma_sp"
-    k_multiple: ClassVar[int] = 16
+
+    @property
+    def k_multiple(self) -> int:
+        """What in_features must be a multiple of: 16 bytes of a row of values."""
+        return 32 // self.value_bytes
 
     @property
     def rows(self) -> int:
@@ -70,7 +95,7 @@ class MmaSp:
     @property
     def chunk(self) -> int:
         """Columns of x that are staged at a time."""
-        return 64 * self.steps * self.column_warps
+        return 128 // self.value_bytes * self.steps * self.column_warps
 
     @property
     def threads(self) -> int:
@@ -84,10 +109,10 @@ class MmaSp:
         partial = self.column_warps * self.bn * (self.rows + 4) * 4
         return x + partial if self.buffers == 1 else max(2 * x, partial)
 
-    def defines(self, dtype: torch.dtype) -> dict[str, int]:
-        """The macros."""
+    def defines(self, dtype: torch.dtype, values: torch.dtype | None = None) -> dict[str, int]:
+        """The macros, for x of a dtype and values of the same or another."""
         return {
-            "BF16": int(dtype == torch.bfloat16), "BN": self.bn, "TILES": self.tiles, "DEPTH": self.depth, "ROW_WARPS": self.row_warps,
+            **_types(dtype, values), "BN": self.bn, "TILES": self.tiles, "DEPTH": self.depth, "ROW_WARPS": self.row_warps,
             "COLUMN_WARPS": self.column_warps, "STEPS": self.steps, "BUFFERS": self.buffers, "MIN_BLOCKS": self.min_blocks,
         }  # fmt: skip
 
@@ -107,9 +132,10 @@ class MmaSp:
         api = _api()
         launch, stream, values, bitmask, bias = api.launch, api.stream_of(weight.device_index), weight.values, weight.bitmask, weight.bias
         configs = api.configs((blocks, -(-m // self.bn), 1), 1, self.threads, self.shared_bytes)
+        scales = weight.scales, weight.scale_type, weight.scale_stride
 
         def start(x: Tensor, y: Tensor, early: bool) -> None:
-            launch(stream(), configs[early], kernel, values, bitmask, x.data_ptr(), bias, y.data_ptr(), m, n, k, k)
+            launch(stream(), configs[early], kernel, values, bitmask, x.data_ptr(), bias, y.data_ptr(), m, n, k, k, *scales)
 
         return start
 
@@ -127,30 +153,36 @@ class WgmmaSp:
     multicast: int = 1
     min_blocks: int = 1
     group: int = 8
+    value_bytes: int = 2
+    window: int = 0  # 0: as long as a stage, as far as it can be
     source: ClassVar[str] = "wgmma_sp"
     k_multiple: ClassVar[int] = 64
 
     @property
     def threads(self) -> int:
         """Of a block."""
-        return self.bm * 2 + 32
+        return self.bm * 2 + (128 if self.bn >= 192 else 32)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        stages = self.stages * (self.bm * self.bk + self.bn * self.bk * 2)
+        stages = self.stages * (self.bm + self.bn * 2) * self.bk * self.value_bytes // 2
         return stages + self.bm * min(self.bn, 64) * 144 // 64 if self.split == 1 else max(stages, self.bn * (self.bm + 4) * 4)
 
-    def defines(self, dtype: torch.dtype) -> dict[str, int]:
-        """The macros."""
+    def defines(self, dtype: torch.dtype, values: torch.dtype | None = None) -> dict[str, int]:
+        """The macros, for results of a dtype, and x and values of the same or another."""
         return {
-            "BF16": int(dtype == torch.bfloat16), "BM": self.bm, "BN": self.bn, "BK": self.bk, "STAGES": self.stages, "AHEAD": self.ahead,
+            **_types(dtype, values), "BM": self.bm, "BN": self.bn, "BK": self.bk, "STAGES": self.stages, "AHEAD": self.ahead,
             "SPLIT": self.split, "MULTICAST": self.multicast, "MIN_BLOCKS": self.min_blocks,
+            "WINDOW": self.window or (min(self.bk, 256) if self.value_bytes == 2 else 64),
         }  # fmt: skip
 
     def why_not(self, n: int, k: int) -> str | None:
         """Why the kernel cannot multiply by an (n, k) weight."""
-        return f"in_features {k} is no multiple of {self.bk}" if k % self.bk else None
+        multiple = self.bk if self.value_bytes == 2 else self.k_multiple
+        if self.window == 256:
+            multiple = max(multiple, 128)  # of rows of the bitmask that are multiples of 16 bytes
+        return f"in_features {k} is no multiple of {multiple}" if k % multiple else None
 
     def starter(self, kernel: Any, weight: WeightAt, m: int) -> Start:
         """What starts the kernel for m rows of x, which is contiguous and aligned to 16 bytes, as y is."""
@@ -161,17 +193,52 @@ class WgmmaSp:
         if self.split == 1:
             clusters = min(clusters, api.room(kernel, size, self.threads, self.shared_bytes, stream()))
         configs = api.configs((clusters, 1, 1), size, self.threads, self.shared_bytes)
-        values_map = _tensor_map(weight.values, n, k // 2, self.bm, min(64, self.bk // 2))
+        # In units of two bytes, which an element of 8 bits is half of.
+        width, box = k * self.value_bytes // 2, min(64, self.bk // 4 * self.value_bytes)
+        values_map = _tensor_map(weight.values, n, width // 2, self.bm, box)
         x_maps: dict[int, Any] = {}
+        scales = weight.scales, weight.scale_type, weight.scale_stride
 
-        def start(x: Tensor, y: Tensor, early: bool) -> None:
+        def start(x: Tensor, y: Tensor, early: bool, x_scales: int = 0) -> None:
             address = x.data_ptr()
             x_map = x_maps.get(address)
             if x_map is None:
                 if len(x_maps) >= NUM_MAPS:
                     x_maps.clear()
-                x_map = x_maps[address] = _tensor_map(address, m, k, self.bn // self.multicast, 64)
-            launch(stream(), configs[early], kernel, values_map, x_map, bitmask, y.data_ptr(), bias, m, n, k, group)
+                x_map = x_maps[address] = _tensor_map(address, m, width, self.bn // self.multicast, 64)
+            launch(stream(), configs[early], kernel, values_map, x_map, bitmask, y.data_ptr(), bias, m, n, k, group, *scales, x_scales)
+
+        return start
+
+
+@dataclass(frozen=True)
+class QuantizeRows:
+    """`quantize_rows.cu`: x as values of 8 bits with a scale for each row.  The fields are the macros of the file."""
+
+    threads: int
+    held: int = 4
+    source: ClassVar[str] = "quantize_rows"
+    shared_bytes: ClassVar[int] = 0
+
+    @classmethod
+    def of(cls, k: int) -> "QuantizeRows":
+        """For rows of k columns: few threads with several reads each keep more of the memory busy than many with one."""
+        return cls(min(512, max(64, 1 << (k // 32 - 1).bit_length())))
+
+    def defines(self, dtype: torch.dtype, values: torch.dtype | None) -> dict[str, int]:
+        """The macros, from x of a dtype to float8_e4m3fn or int8."""
+        return {
+            "BF16": int(dtype == torch.bfloat16), "FP8": int(values == torch.float8_e4m3fn), "THREADS": self.threads, "HELD": self.held,
+        }  # fmt: skip
+
+    def starter(self, kernel: Any, device_index: int, m: int, k: int, given: Tensor | None) -> Callable[[int, int, int, bool], None]:
+        """What starts the kernel on addresses of x (m, k), q (m, k) and scales (m), float32; `given` is one scale for all rows."""
+        api = _api()
+        launch, stream, configs = api.launch, api.stream_of(device_index), api.configs((m, 1, 1), 1, self.threads, 0)
+        given_at, given_type = (0, 0) if given is None else (given.data_ptr(), SCALE_TYPES[given.dtype])
+
+        def start(x: int, q: int, scales: int, early: bool) -> None:
+            launch(stream(), configs[early], kernel, x, q, scales, given_at, given_type, k)
 
         return start
 

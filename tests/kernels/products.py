@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_sparse24.compressors import Sparse24Compressor
+from hf_sparse24.compressors.base import unpack_bits
 from hf_sparse24.pattern import mask_2_4
 
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -37,11 +38,43 @@ def random_x(m, k, dtype, seed=1):
     return (torch.randn(m, k, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) + 0.1).to(dtype)
 
 
-def check(y, x, dense, bias=None):
+@dataclass
+class Weight8Bit:
+    dense: Tensor
+    compressed: Tensor
+    bitmask: Tensor
+    scale: Tensor
+
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+def random_weight_8bit(n, k, values, scale_dtype, one_scale=False, seed=0):
+    """The same in 8 bits, scales for each row or one; `dense` is float32, and exactly what the packed tensors say."""
+    weight = random_weight(n, k, torch.float32, deficient=True, seed=seed)
+    scale = weight.dense.abs().amax(1, keepdim=True) / LARGEST[values]
+    scale = (scale.max().reshape(1) if one_scale else scale).to(scale_dtype)
+    quantised = weight.compressed / scale.float()
+    quantised = quantised.round().clamp(-127, 127).to(values) if values == torch.int8 else quantised.clamp(-448, 448).to(values)
+    dense = torch.zeros_like(weight.dense).masked_scatter_(unpack_bits(weight.bitmask, k), quantised.float()) * scale.float()
+    return Weight8Bit(dense, quantised, weight.bitmask, scale)
+
+
+def rounded(x, values, given=None):
+    """x in 8 bits, with a scale for each row or a given one, and back in float32."""
+    x = x.float()
+    scale = x.abs().amax(1, keepdim=True) / torch.tensor(LARGEST[values], device="cuda") if given is None else given.float()
+    scale = torch.where(scale > 0, scale, 1)
+    quantised = x * (1 / scale)
+    quantised = quantised.round().clamp(-127, 127) if values == torch.int8 else quantised.clamp(-448, 448).to(values).float()
+    return quantised * scale
+
+
+def check(y, x, dense, bias=None, epsilon=None):
     """Every element of y within rounding of the float32 product: a norm would hide a few wrong rows."""
     x, dense = x.float(), dense.float()
     bias = bias.float() if bias is not None else torch.zeros(dense.shape[0], device=x.device)
     error = (y.float() - F.linear(x, dense, bias)).abs()
-    bound = EPSILON[y.dtype] * (F.linear(x.abs(), dense.abs(), bias.abs()))
+    bound = (epsilon or EPSILON[y.dtype]) * (F.linear(x.abs(), dense.abs(), bias.abs()))
     wrong = ~(error <= bound + 1e-6)  # NaN is wrong
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements, first at {wrong.nonzero()[0].tolist()}"

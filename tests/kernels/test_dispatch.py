@@ -12,7 +12,7 @@ import torch
 from hf_sparse24 import Sparse24Linear
 from hf_sparse24.kernels import cost, dispatch
 from hf_sparse24.kernels.cusparselt import CusparseltWeight
-from hf_sparse24.kernels.dispatch import CONFIGS, MEASURED, OTHERS, choose
+from hf_sparse24.kernels.dispatch import CONFIGS, CONFIGS_8BIT, MEASURED, MEASURED_8BIT, OTHERS, OTHERS_8BIT, choose
 from hf_sparse24.kernels.sparse_mma import MmaSp, WgmmaSp
 
 DEVICE = torch.device("cuda", 0)
@@ -27,7 +27,7 @@ def device(monkeypatch):
     def make(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(dispatch, "_shared_bytes", lambda index: SHARED_BYTES.get(capability, 48 * 1024))
-        monkeypatch.setattr(dispatch, "_why_not_built", lambda path, device, dtype: None)
+        monkeypatch.setattr(dispatch, "_why_not_built", lambda path, device, dtype, values: None)
         monkeypatch.setattr(dispatch.cusparselt, "why_not", lambda device=None: None)
         choose.cache_clear()
 
@@ -43,7 +43,7 @@ def test_every_path_but_the_one_that_runs_has_a_reason(device, n, k, m):
         choice = choose(n, k, m, torch.bfloat16, DEVICE, has_metadata)
         assert set(choice.reasons) == set(dispatch.PATHS) - {choice.path}
         assert all(choice.reasons.values())
-        assert (choice.config is None) == (choice.path in ("cusparselt", "unpack"))
+        assert (choice.config is None) == (choice.path in ("cusparselt", "widen", "unpack"))
         if choice.config is not None:
             assert choice.config.source == choice.path
             assert choice.config.why_not(n, k) is None
@@ -57,10 +57,10 @@ def test_hopper_runs_our_kernels_at_every_number_of_rows(device):
 
 def test_cusparselt_runs_where_it_is_faster_and_its_metadata_is_there(device):
     device((9, 0))
-    assert choose(4096, 4096, 2048, torch.bfloat16, DEVICE, True).path == "cusparselt"
+    assert choose(28672, 4096, 4096, torch.bfloat16, DEVICE, True).path == "cusparselt"
     assert choose(4096, 4096, 64, torch.bfloat16, DEVICE, True).path != "cusparselt"
-    assert choose(4096, 4096, 2048, torch.float16, DEVICE, True).path == "wgmma_sp"
-    without = choose(4096, 4096, 2048, torch.bfloat16, DEVICE, False)
+    assert choose(28672, 4096, 4096, torch.float16, DEVICE, True).path == "wgmma_sp"
+    without = choose(28672, 4096, 4096, torch.bfloat16, DEVICE, False)
     assert without.path == "wgmma_sp" and "prepare" in without.reasons["cusparselt"]
 
 
@@ -75,6 +75,25 @@ def test_other_chips_have_mma_for_few_rows(device, capability):
         assert choose(4096, 14336, m, torch.bfloat16, DEVICE, True).path == "mma_sp"
     assert choose(4096, 4096, 65, torch.bfloat16, DEVICE).path == "unpack"
     assert choose(4096, 4096, 65, torch.bfloat16, DEVICE, True).path == "cusparselt"
+
+
+@pytest.mark.parametrize("values", dispatch.DTYPES_8BIT, ids=str)
+def test_values_of_8_bits_take_the_path_that_their_checkpoint_allows(device, values):
+    device((9, 0))
+
+    def path(m, quantize_x, n=4096, k=4096):
+        return choose(n, k, m, torch.bfloat16, DEVICE, values=values, quantize_x=quantize_x)
+
+    assert path(1, True).path == path(1, False).path == "mma_sp"
+    assert {path(m, True).path for m in (64, 1000)} == {"wgmma_sp"}
+    assert path(64, False).path == "mma_sp" and "does not ask" in path(64, False).reasons["wgmma_sp"]
+    assert path(65, False).path == "widen"
+    for choice in (path(1, True), path(1000, True), path(1000, False)):
+        assert set(choice.reasons) == set(dispatch.PATHS) - {choice.path} and all(choice.reasons.values())
+    assert path(128, True, k=576).path == "wgmma_sp" and path(128, True, k=96).path == "unpack"
+    assert path(1, True, k=96).path == "mma_sp" and path(1, True, k=80).path == "widen"
+    device((8, 9))
+    assert path(16, True).path == "mma_sp" and path(65, True).path == "unpack"
 
 
 def test_what_no_kernel_can_do_is_unpacked(device):
@@ -119,6 +138,8 @@ def test_a_layer_that_cannot_have_metadata_stays_as_it_is(device, monkeypatch, e
 def test_configurations_of_the_table_are_in_use():
     assert set(MEASURED.values()) <= set(CONFIGS)
     assert not set(CONFIGS) & set(OTHERS)
+    assert {config.value_bytes for config in (*CONFIGS, *OTHERS, *MEASURED.values())} == {2}
+    assert {config.value_bytes for config in (*CONFIGS_8BIT, *OTHERS_8BIT, *MEASURED_8BIT.values())} == {1}
 
 
 def test_more_work_takes_longer():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_sparse24 import Sparse24Linear
-from hf_sparse24.kernels import cusparselt, dispatch, ops
+from hf_sparse24.kernels import cusparselt, dispatch, ops, plans
 from hf_sparse24.kernels.sparse_mma import MmaSp, WgmmaSp
 from tests.kernels import products
 
@@ -31,7 +31,7 @@ def ran(monkeypatch):
         return multiply(*args, **kwargs)
 
     monkeypatch.setattr(dispatch, "starter", note)
-    monkeypatch.setattr(ops, "_PLANS", {})
+    monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(cusparselt, "linear", note_library)
     return paths
 
@@ -303,7 +303,7 @@ def test_an_environment_without_a_compiler_unpacks_and_says_so_once(monkeypatch)
         raise dispatch.KernelCompileError("no compiler")
 
     monkeypatch.setattr(dispatch, "_kernel", fail)
-    monkeypatch.setattr(ops, "_PLANS", {})
+    monkeypatch.setattr(plans, "_PLANS", {})
     dispatch._why_not_built.cache_clear()
     dispatch.choose.cache_clear()
     try:
