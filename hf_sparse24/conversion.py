@@ -25,7 +25,7 @@ from hf_sparse24.checkpoint import (
     read_json,
     write_json,
 )
-from hf_sparse24.compressors import SPARSITY_COMPRESSORS
+from hf_sparse24.compressors.base import specs_of
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparsityConfig, parse_config, without_sparsity
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.integration.quantizer import checkpoint_names, warn_left_dense
@@ -56,8 +56,8 @@ def compress_folder(source: str | Path, out: str | Path, config: SparsityConfig 
         parsed = parse_config(checkpoint.config)
         if parsed.quantized or (parsed.sparsity is None and "quantization_config" in checkpoint.config):
             raise CheckpointError(f"{source}: is quantised ({CONFIG_NAME} says so); only dense checkpoints can be packed")
-        chosen = _choose(checkpoint, config)
-        compressor = SPARSITY_COMPRESSORS[config.format]
+        chosen, left_dense = _choose(checkpoint, config)
+        compressor = config.compressor
         left_out, elements = 0, 0
         with staged(out) as stage:
             weight_map: dict[str, str] = {}
@@ -68,13 +68,15 @@ def compress_folder(source: str | Path, out: str | Path, config: SparsityConfig 
                     elements += tensor.numel()
                     if name in chosen:
                         parts = compressor.compress_weight(tensor)
-                        left_out += tensor.numel() - parts["compressed"].numel()
+                        left_out += tensor.numel() - compressor.num_values(specs_of(parts), tuple(tensor.shape))
                         shard |= {name_of_part(name, part): value for part, value in parts.items()}
                     else:
                         shard[name] = tensor
                 _write_shard(shard, stage, file, weight_map)
             stored = config.model_copy(deep=True)
             stored.global_sparsity = round(left_out / max(1, elements), 6)
+            if stored.quantization is not None:
+                stored.ignore = [*stored.ignore, *(name.removesuffix(".weight") for name in left_dense)]
             _write_rest(checkpoint, stage, weight_map, {**without_sparsity(checkpoint.config), "quantization_config": stored.to_dict()})
 
 
@@ -97,7 +99,7 @@ def decompress_folder(source: str | Path, out: str | Path) -> None:
             raise CheckpointError(f"{source}: holds no packed weights")
         dense = as_dense(checkpoint.tensors, packed)
         # A weight goes where its values were; its other parts may be in another shard.
-        home = {name: checkpoint.shard_of(next(n for n in _names_of(name, "compressed") if n in checkpoint.tensors)) for name in packed}
+        home = {name: checkpoint.shard_of(f"{weight.base}.{weight.compressor.value_part}") for name, weight in packed.items()}
         with staged(out) as stage:
             weight_map: dict[str, str] = {}
             for file in logging.tqdm(checkpoint.shards, desc="Unpacking shards"):
@@ -132,13 +134,15 @@ def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
         raise CheckpointError(f"{checkpoint.path / CONFIG_NAME}: does not describe a {name}: {reason}") from error
 
 
-def _choose(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
-    """Names of the weights to pack; every one of them fits."""
+def _choose(checkpoint: Checkpoint, config: SparsityConfig) -> tuple[set[str], dict[str, str]]:
+    """Names of the weights to pack, every one of which fits, and -> reason for those that stay dense."""
     candidates = _select(checkpoint, config)
     refused, left_dense = {}, {}
     for name in logging.tqdm(sorted(candidates), desc="Checking weights"):
-        reason = SPARSITY_COMPRESSORS[config.format].why_not(checkpoint.tensors[name][...])
-        if reason and (config.on_dense == "skip" or reason.startswith(("only 2-D", "in_features"))):
+        weight = checkpoint.tensors[name][...]
+        reason = config.compressor.why_not(weight)
+        has_groups = not isinstance(config, Sparse24Config) or weight.shape[1] % 4 == 0
+        if reason and (config.on_dense == "skip" or not has_groups):
             left_dense[name] = reason
         elif reason:
             refused[name] = reason
@@ -150,7 +154,7 @@ def _choose(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
             f"{checkpoint.path}: no weight can be stored sparse: {listed(left_dense) or 'no targeted weight of two dimensions'}"
         )
     warn_left_dense(left_dense)
-    return chosen
+    return chosen, left_dense
 
 
 def _select(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
@@ -204,7 +208,3 @@ def _write_rest(checkpoint: Checkpoint, stage: Path, weight_map: dict[str, str],
 def _header_bytes(path: Path) -> int:
     with path.open("rb") as opened:
         return 8 + int.from_bytes(opened.read(8), "little")
-
-
-def _names_of(parameter: str, part: str) -> tuple[str, str]:
-    return f"{parameter}.{part}", name_of_part(parameter, part)

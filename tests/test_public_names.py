@@ -23,6 +23,7 @@ CONFIG_DEFAULTS = {
     "targets": ["Linear"],
     "ignore": ["lm_head"],
     "on_dense": "raise",
+    "quantization": None,
     "readable_by": "hf-sparse24",
     "run_compressed": None,
     "global_sparsity": 0.0,
