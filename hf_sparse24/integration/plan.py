@@ -4,7 +4,7 @@ Nothing is packed here.  A plan holds headers, and functions that read or pack a
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,14 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_sparse24.checkpoint import name_of_part
 from hf_sparse24.compressors import SPARSITY_COMPRESSORS, BaseCompressor
-from hf_sparse24.compressors.base import STORABLE_DTYPES
+from hf_sparse24.compressors.base import STORABLE_DTYPES, specs_of
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config
 from hf_sparse24.errors import warn
 from hf_sparse24.integration.quantizer import warn_left_dense
 from hf_sparse24.linear import PackedLinear
 from hf_sparse24.modules import LISTED, left_out, listed, match_modules, packed_layers, refusal, tied_names, unused_ignores
 from hf_sparse24.pattern import is_nonzero, structure
-from hf_sparse24.quantization import quantize_weight
+from hf_sparse24.quantization import common_scheme, quantize_weight
 
 AUTO = "auto"
 # "auto" packs a weight without a pattern only where that saves at least this share of its bytes.
@@ -127,6 +127,7 @@ def _plan(model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str,
     other = sorted({layer.compressor.format for layer in kept.values()} - {config.compressor.format})
     if other and not detect:
         raise ValueError(f"this model has layers packed as {other[0]}, not {config.compressor.format}: call model.dequantize() first")
+    _require_scheme(kept.values(), config)
     weights, headers, stored_name = _stored_tensors(model, state_dict, original_names)
     modules = {name: type(module) for name, module in model.named_modules()}
     aliases = {name: stored_name[f"{name}.weight"].removesuffix(".weight") for name in modules if f"{name}.weight" in stored_name}
@@ -143,6 +144,17 @@ def _plan(model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str,
         warn(f"entries of ignore that match no module: {', '.join(unused)}")
     names_left = [stored_name.get(f"{name}.weight", name).removesuffix(".weight") for name in left_dense]
     return _Plan(config, weights, compressors, kept, detect, headers, stored_name, names_left)
+
+
+def _require_scheme(kept: Iterable[PackedLinear], config: SparsityConfig) -> None:
+    """Raise ValueError if packed layers are quantised otherwise than the config says, as far as they tell it."""
+    found, asked = common_scheme(layer.compressor.scheme_of(specs_of(layer.parts())) for layer in kept), config.quantization
+    if found is None or asked is None:
+        return
+    for name in ("type", "num_bits", "strategy", "group_size"):
+        if getattr(found, name) != getattr(asked, name):
+            difference = f"{name} {getattr(found, name)}, not {getattr(asked, name)}"
+            raise ValueError(f"this model has layers that are quantised with {difference}: call model.dequantize() first")
 
 
 def _stored_tensors(
