@@ -23,6 +23,9 @@ EIGHT_BIT = ("float-quantized", "int-quantized", "naive-quantized")
 FLOAT8 = torch.float8_e4m3fn
 # A scale that loses more than bfloat16 would does not fit the float16 of the Marlin formats.
 MAX_SCALE_ERROR = 2**-8
+# The largest integer of a row or group is looked for among so many: all of 4 bits, and of 8 bits what scaling by the largest weight
+# gives.  So many columns are looked at first.
+TRIED, PROBED = 16, 32
 # Elements of a weight that are worked on at a time, in float32.
 CHUNK = 1 << 22
 
@@ -197,6 +200,47 @@ def dequantize(integers: Tensor, scale: Tensor) -> Tensor:
     if scale.ndim < 2:
         scale = scale.reshape(-1, 1)
     return (_by_group(integers.to(scale.dtype), scale) * scale.unsqueeze(-1)).flatten(1)
+
+
+def exact_integers(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor] | None:
+    """The integers and scales of which a weight is the product, so that a weight that was dequantised loses nothing.
+
+    Args:
+        weight: (out_features, in_features), float16: integers times float16 scales, each product rounded.
+        scheme: Of integers, with a scale per row or group.
+
+    Returns:
+        integers and scale as from `quantize_weight`, or None if the weight is no such product (a bfloat16 one is not, as a rule).
+    """
+    size = scheme.group_size or weight.shape[1]
+    if weight.dtype != torch.float16 or scheme.type == "float" or scheme.strategy == "tensor" or weight.shape[1] % size:
+        return None
+    rows = weight.reshape(-1, size)  # (out * groups, size)
+    largest = rows.abs().amax(1)
+    integers, scale = (
+        torch.zeros(rows.shape, dtype=torch.int8),
+        torch.full((len(rows),), torch.finfo(torch.float16).eps, dtype=torch.float16),
+    )
+    left = largest.nonzero().flatten()
+    low, high = scheme.int_range
+    for number in range(-low, max(0, -low - TRIED), -1):
+        for step in (0, 1, -1):  # the largest product was rounded, too
+            if not len(left):
+                return integers.view(weight.shape), scale.view(len(weight), -1)
+            tried = ((largest[left] / number).view(torch.int16) + step).view(torch.float16)
+            near = _is_product(rows[left, :PROBED], tried, low, high)[0].nonzero().flatten()
+            fits, found = _is_product(rows[left[near]], tried[near], low, high)
+            fitting = near[fits]
+            integers[left[fitting]], scale[left[fitting]] = found[fits].to(torch.int8), tried[fitting]
+            left = left[torch.isin(torch.arange(len(left)), fitting, invert=True)]
+    return None if len(left) else (integers.view(weight.shape), scale.view(len(weight), -1))
+
+
+def _is_product(rows: Tensor, scale: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """Which rows are integers times their scale, and the integers."""
+    integers = (rows.float() / scale.float().unsqueeze(1)).round()
+    products = integers.to(torch.float16) * scale.unsqueeze(1)
+    return ((products == rows) & (integers >= low) & (integers <= high)).all(1), integers
 
 
 def _by_group(weight: Tensor, scale: Tensor) -> Tensor:

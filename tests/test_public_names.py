@@ -11,6 +11,7 @@ PUBLIC_NAMES = {
     "DenseSparsityConfig",
     "ModelCompressor",
     "PruneReport",
+    "QuantizationScheme",
     "Sparse24Config",
     "Sparse24Linear",
     "SparseBitmaskConfig",
@@ -30,7 +31,8 @@ CONFIG_DEFAULTS = {
 }
 # Subcommand -> its flags, without --help.
 COMMAND_LINE: dict[str, set[str]] = {
-    "compress": {"--format", "--ignore", "--json", "--on-dense", "--readable-by", "--targets"},
+    "compress": {"--format", "--ignore", "--json", "--on-dense", "--quantization", "--readable-by", "--targets"},
+    "convert": {"--json", "--quantization", "--to"},
     "decompress": {"--json"},
     "demo": {"--json", "--max-new-tokens", "--model", "--out", "--prompt"},
     "doctor": {"--json"},

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hf_sparse24.quantization import QuantizationScheme, dequantize, quantize_weight
+from hf_sparse24.quantization import QuantizationScheme, dequantize, exact_integers, quantize_weight
 
 # dtype and shape of a tensor.
 Spec = tuple[torch.dtype, tuple[int, ...]]
@@ -147,7 +147,7 @@ class BaseQuantizedCompressor(BaseCompressor):
         return dequantize(*self.decompress_integers(parts))
 
     def compress_weight(self, weight: Tensor) -> dict[str, Tensor]:
-        """Quantise and store a weight.
+        """Quantise and store a weight; one that is float16 and was dequantised gets its integers back.
 
         Args:
             weight: (out_features, in_features), float32, float16 or bfloat16, with the zeros that the format needs.
@@ -162,7 +162,7 @@ class BaseQuantizedCompressor(BaseCompressor):
         if reason := self.why_not(weight):
             raise ValueError(reason)
         assert self.scheme is not None
-        return self.compress_integers(*quantize_weight(weight, None, self.scheme))
+        return self.compress_integers(*(exact_integers(weight, self.scheme) or quantize_weight(weight, None, self.scheme)))
 
 
 class BaseSparsityCompressor(BaseCompressor):

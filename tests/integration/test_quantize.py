@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_sparse24 import CheckpointError, ModelCompressor, Sparse24Config, SparseBitmaskConfig
+from hf_sparse24 import CheckpointError, ModelCompressor, Sparse24Config, Sparse24Linear, SparseBitmaskConfig
 from hf_sparse24.compressors import compressor_for
 from hf_sparse24.config import GUARD, parse_config
 from hf_sparse24.conversion import compress_folder, decompress_folder
