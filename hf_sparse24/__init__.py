@@ -10,6 +10,7 @@ from hf_sparse24.integration import save as _save
 from hf_sparse24.linear import Sparse24Linear, SparseBitmaskLinear
 from hf_sparse24.model_compressor import ModelCompressor
 from hf_sparse24.pruning import PruneReport, prune
+from hf_sparse24.quantization import QuantizationScheme
 
 _load.install()
 _save.install()
@@ -20,6 +21,7 @@ __all__ = [
     "DenseSparsityConfig",
     "ModelCompressor",
     "PruneReport",
+    "QuantizationScheme",
     "Sparse24Config",
     "Sparse24Linear",
     "SparseBitmaskConfig",

@@ -9,6 +9,9 @@ What is packed is decided by the tensors' names, never by `config.json` (docs/fo
     P.compressed, P.bitmask, P.shape                  the weight P.weight, sparse-24-bitmask
     the same and P.row_offsets                        the weight P.weight, sparse-bitmask
     N.compressed, N.bitmask, ... with N = P.weight    any parameter N, written by compressed-tensors <= 0.8.1
+    either of the first two and P.weight_scale        the weight P.weight, quantised to 8 bits
+    P.weight_packed, P.meta, P.scale_packed           the weight P.weight, marlin-24
+    P.B_24, P.B_meta, P.s                             the same under GPTQ's names
 """
 
 import json
@@ -24,17 +27,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_sparse24.compressors import (
-    SPARSITY_COMPRESSORS,
-    BaseSparsityCompressor,
-    PackedTensorError,
-    Sparse24Compressor,
-    SparseBitmaskCompressor,
-)
-from hf_sparse24.compressors.base import shape_of
+from hf_sparse24.compressors import COMPRESSORS, PART_SUFFIXES, BaseCompressor, PackedTensorError, find_compressor
+from hf_sparse24.compressors.base import Spec
 from hf_sparse24.errors import CheckpointError
 
-PART_SUFFIXES = ("compressed", "bitmask", "row_offsets", "shape")
+# Suffixes of which one alone, in a checkpoint that is ours, is a part whose others are missing.
+KEY_SUFFIXES = {part for compressor in COMPRESSORS.values() for part in compressor.key_parts} - {"weight"}
 CONFIG_NAME = "config.json"
 # Stands in a folder while files are moved into it (staging.py).
 INCOMPLETE_NAME = ".hf-sparse24-incomplete"
@@ -77,7 +75,7 @@ class TensorSlice:
 
     def get_dtype(self) -> str:
         """safetensors' name of the dtype."""
-        return next((name for name, dtype in DTYPES.items() if dtype == self.tensor.dtype), str(self.tensor.dtype))
+        return _dtype_name(self.tensor.dtype)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.tensor[index]
@@ -95,26 +93,38 @@ class PackedSlice:
         CheckpointError: The headers of the parts disagree; nothing but `shape` was read.
     """
 
-    def __init__(self, name: str, parts: Mapping[str, Slice], where: str, base: str | None = None):
+    def __init__(
+        self, name: str, parts: Mapping[str, Slice], where: str, base: str | None = None, compressor: BaseCompressor | None = None
+    ):
         self.name, self.parts, self.where = name, dict(parts), where
         self.base = base or name.removesuffix(".weight")
         """What stands before the suffixes of its parts."""
         self.device: torch.device | None = None
         """Where to unpack; None is the CPU."""
-        self.compressor = _compressor_of(parts)
-        if "shape" not in parts:
-            raise self._error(f"missing part {name_of_part(name, 'shape')}")
-        dtype, sizes = _spec(parts["shape"])
-        if dtype != torch.int64 or torch.Size(sizes).numel() > MAX_AXES:
-            raise self._error(f"shape is {dtype} of shape {sizes}, expected torch.int64 and at most {MAX_AXES} sizes")
-        self.shape = shape_of(parts["shape"][...])
+        self.specs: dict[str, Spec] = {part: _spec(value) for part, value in parts.items()}
+        found = compressor or find_compressor(self.specs, declared=True)
+        assert found is not None
+        self.compressor = found
+        if "shape" in found.parts:
+            self._check_shape_part()
         try:
-            self.compressor.check_parts({part: _spec(value) for part, value in parts.items()}, self.shape)
+            self.shape = found.read_shape(parts)
+            found.check_parts(self.specs, self.shape)
         except PackedTensorError as error:
             raise self._error(str(error)) from None
-        # Files write (2, 1) or (2,): layers and what is written again have the format's own form.
-        written = self.compressor.part_specs(self.shape, torch.float32, self.num_values)["shape"][1]
-        self.parts["shape"] = TensorSlice(torch.tensor(self.shape, dtype=torch.int64).view(written))
+        if "shape" in found.parts:
+            # Files write (2, 1) or (2,): layers and what is written again have the format's own form.
+            sparsity = getattr(found, "sparsity", found)
+            written = sparsity.part_specs(self.shape, torch.float32, self.num_values)["shape"][1]
+            self.parts["shape"] = TensorSlice(torch.tensor(self.shape, dtype=torch.int64).view(written))
+            self.specs["shape"] = (torch.int64, written)
+
+    def _check_shape_part(self) -> None:
+        if "shape" not in self.parts:
+            raise self._error(f"missing part {name_of_part(self.name, 'shape')}")
+        dtype, sizes = self.specs["shape"]
+        if dtype != torch.int64 or torch.Size(sizes).numel() > MAX_AXES:
+            raise self._error(f"shape is {dtype} of shape {sizes}, expected torch.int64 and at most {MAX_AXES} sizes")
 
     def get_shape(self) -> list[int]:
         """Sizes of the dense weight."""
@@ -122,27 +132,18 @@ class PackedSlice:
 
     def get_dtype(self) -> str:
         """safetensors' name of the weight's dtype."""
-        return self.parts["compressed"].get_dtype()
+        return _dtype_name(self.compressor.dense_dtype(self.specs))
 
     def __getitem__(self, index: Any) -> Tensor:
         index = index if isinstance(index, tuple) else (index,)
-        if index and self._is_cut(index[0]):
-            return self._unpack(index[0])[(slice(None), *index[1:])]
-        dense = self._unpack(slice(None))
+        rows = index[0] if index else None
+        # Some rows only, of a format in which rows can be unpacked on their own.
+        if isinstance(rows, slice) and rows != slice(None) and (cut := self.compressor.cut_rows(self.parts, rows, self.shape)):
+            return self._unpack(cut)[(slice(None), *index[1:])]
+        dense = self._unpack({part: value[...] for part, value in self.parts.items()})
         return dense if index == (...,) else dense[index]
 
-    def _is_cut(self, rows: Any) -> bool:
-        """Whether an index asks for some rows of a format in which rows can be unpacked on their own."""
-        whole_groups = self.compressor.format == Sparse24Compressor.format and self.shape[1] % 4 == 0
-        return whole_groups and isinstance(rows, slice) and rows.step in (None, 1)
-
-    def _unpack(self, rows: slice) -> Tensor:
-        parts = {}
-        for part, value in self.parts.items():
-            cut = rows != slice(None) and part in ("compressed", "bitmask")
-            parts[part] = value[rows] if cut else value[...]
-        if rows != slice(None):
-            parts["shape"] = torch.tensor([len(parts["bitmask"]), self.shape[1]])
+    def _unpack(self, parts: dict[str, Tensor]) -> Tensor:
         if self.device is not None:
             parts = {part: value.to(self.device) if part != "shape" else value for part, value in parts.items()}
         try:
@@ -151,22 +152,21 @@ class PackedSlice:
             raise self._error(str(error)) from None
 
     def check_values(self) -> None:
-        """Read the bitmask, but not the values, and check it.
+        """Read what is stored beside the values, a bitmask for example, and check it.
 
         Raises:
-            CheckpointError: It does not keep as many values as are stored, or sets padding bits.
+            CheckpointError: It does not fit the number of values, or sets padding bits.
         """
         try:
-            self.compressor.check_values(
-                {part: value[...] for part, value in self.parts.items() if part != "compressed"}, self.shape, self.num_values
-            )
+            beside = {part: value[...] for part, value in self.parts.items() if part != self.compressor.value_part}
+            self.compressor.check_values(beside, self.shape, self.num_values)
         except PackedTensorError as error:
             raise self._error(str(error)) from None
 
     @property
     def num_values(self) -> int:
         """How many values are stored."""
-        return torch.Size(self.parts["compressed"].get_shape()).numel()
+        return self.compressor.num_values(self.specs, self.shape)
 
     @property
     def stored_bytes(self) -> int:
@@ -202,44 +202,59 @@ def find_packed(
         Parameter name (`P.weight`) -> the packed weight, in the order of the files.
 
     Raises:
-        CheckpointError: A part is missing, left over or contradicts another; a weight is stored twice; or the weight is
-            quantised as well.
+        CheckpointError: A part is missing, left over or contradicts another, or a weight is stored twice.
     """
     bases: dict[str, dict[str, Slice]] = {}
     for name, tensor in tensors.items():
         base, _, suffix = name.rpartition(".")
-        if suffix in PART_SUFFIXES and base:
+        if base and (suffix in PART_SUFFIXES or suffix == "weight"):
             bases.setdefault(base, {})[suffix] = TensorSlice(tensor) if isinstance(tensor, Tensor) else tensor
-        elif suffix in ("B_24", "B_meta") or (suffix == "weight_packed" and f"{base}.scale_packed" in tensors):
-            raise CheckpointError(f"{where(name)}: {name} is in the format marlin-24, which this version of hf-sparse24 does not read yet")
-    complete = {base for base, parts in bases.items() if {"compressed", "bitmask"} <= set(parts)}
+    # Most weights are one dense tensor.
+    bases = {base: parts for base, parts in bases.items() if set(parts) != {"weight"}}
+    complete = _find_complete(bases, declared)
+    if complete and not declared:
+        complete = _find_complete(bases, declared=True)
     named_by_parameter = any(base.endswith(".weight") and "row_offsets" in bases[base] for base in complete)
     plain = next((name for name in tensors if name.rpartition(".")[2] not in PART_SUFFIXES), None)
     packed = {}
     for base, parts in bases.items():
         if base not in complete:
-            # `shape` alone may be anybody's.
-            if (complete or declared) and set(parts) - {"shape"}:
-                part = next(p for p in parts if p != "shape")
-                lacking = "bitmask" if "bitmask" not in parts else "compressed"
-                raise CheckpointError(f"{where(f'{base}.{part}')}: {base}.{part} is left over: {base}.{lacking} is missing")
+            if (complete or declared) and (stray := [part for part in parts if part in KEY_SUFFIXES]):
+                raise CheckpointError(
+                    f"{where(f'{base}.{stray[0]}')}: {base}.{stray[0]} is left over: {_what_is_missing(base, parts, stray)}"
+                )
             continue
+        compressor = complete[base]
+        file = where(f"{base}.{min(set(parts) & set(compressor.parts))}")
         if named_by_parameter and "row_offsets" in parts and not base.endswith(".weight") and plain:
             # The old spelling packs every tensor.
             raise CheckpointError(
-                f"{where(f'{base}.bitmask')}: {base}.bitmask: others are named P.weight.bitmask, as compressed-tensors <= 0.8.1 did, "
+                f"{file}: {base}.bitmask: others are named P.weight.bitmask, as compressed-tensors <= 0.8.1 did, "
                 f"which packed every tensor, but {plain} is not packed"
             )
         parameter = base if base.endswith(".weight") or (named_by_parameter and "row_offsets" in parts) else f"{base}.weight"
         if base.removesuffix(".weight") != base and base.removesuffix(".weight") in complete:
-            raise CheckpointError(f"{where(f'{base}.bitmask')}: {parameter} is stored packed twice, as {base}.bitmask too")
-        if parameter in tensors:
+            raise CheckpointError(f"{file}: {parameter} is stored packed twice, as {base}.bitmask too")
+        if parameter in tensors and "weight" not in compressor.parts:
             raise CheckpointError(f"{where(parameter)}: {parameter} is stored both dense and packed")
-        if f"{parameter}_scale" in tensors or f"{parameter}_scale" in bases:
-            file = where(f"{base}.bitmask")
-            raise CheckpointError(f"{file}: {parameter} is quantised and packed; this version reads sparse weights that are not quantised")
-        packed[parameter] = PackedSlice(parameter, parts, where(f"{base}.bitmask"), base)
+        if f"{parameter}_scale" in bases or (base == parameter and f"{parameter}_scale" in tensors):
+            raise CheckpointError(
+                f"{file}: {parameter} is quantised and packed in a way that no known version wrote: its scale is not beside it"
+            )
+        parts = {part: value for part, value in parts.items() if part != "weight" or "weight" in compressor.parts}
+        packed[parameter] = PackedSlice(parameter, parts, file, base, compressor)
     return packed
+
+
+def _find_complete(bases: Mapping[str, Mapping[str, Slice]], declared: bool) -> dict[str, BaseCompressor]:
+    found = {base: find_compressor({part: _spec(value) for part, value in parts.items()}, declared) for base, parts in bases.items()}
+    return {base: compressor for base, compressor in found.items() if compressor is not None}
+
+
+def _what_is_missing(base: str, parts: Mapping[str, Slice], stray: list[str]) -> str:
+    missing = [c.key_parts - set(parts) for c in COMPRESSORS.values() if c.key_parts & set(stray)]
+    fewest = min(missing, key=len)
+    return f"{base}.{sorted(fewest)[0]} is missing" if fewest else f"{base}.weight is {_spec(parts['weight'])[0]}, expected 8 bits"
 
 
 def as_dense(
@@ -423,9 +438,8 @@ def _why_unreadable(file: Path, error: Exception) -> str:
     return f"not a complete safetensors file of {file.stat().st_size} bytes ({str(error)[:200]}); download or copy it again"
 
 
-def _compressor_of(parts: Mapping[str, Slice]) -> BaseSparsityCompressor:
-    name = SparseBitmaskCompressor.format if "row_offsets" in parts else Sparse24Compressor.format
-    return SPARSITY_COMPRESSORS[name]
+def _dtype_name(dtype: torch.dtype) -> str:
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
 
 
 def _spec(value: Slice) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     compress.add_argument("dir", type=Path, help="dense checkpoint; it is not changed")
     compress.add_argument("out", type=Path, help="new or empty folder")
     compress.add_argument("--format", default="sparse-24-bitmask", help="or sparse-bitmask, for zeros anywhere (default: %(default)s)")
+    compress.add_argument("--quantization", help="round weights to fp8, int8, w4a16 or w8a16 (default: store them as they are)")
     compress.add_argument("--targets", nargs="+", help='class names, module names or "re:PATTERN" (default: Linear)')
     compress.add_argument("--ignore", nargs="*", help="modules that are never touched, in the same notation (default: lm_head)")
     compress.add_argument("--on-dense", choices=("raise", "skip"), help="what a targeted weight does that is not 2:4 (default: raise)")
@@ -59,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     decompress = add("decompress", _decompress, "unpack a compressed checkpoint folder into an ordinary dense one")
     decompress.add_argument("dir", type=Path, help="compressed checkpoint; it is not changed")
     decompress.add_argument("out", type=Path, help="new or empty folder")
+
+    convert = add("convert", _convert, "store a checkpoint's weights in another format, without the original")
+    convert.add_argument("dir", type=Path, help="checkpoint in any format that is read; it is not changed")
+    convert.add_argument("out", type=Path, help="new or empty folder")
+    convert.add_argument("--to", required=True, help="dense, sparse-24-bitmask, sparse-bitmask, marlin-24 or gptq-marlin-24")
+    convert.add_argument("--quantization", help="round values to fp8, int8, w4a16 or w8a16 (default: integers stay, values stay)")
 
     inspect = add("inspect", _inspect, "say what is sparse, how it is stored, and what loading makes of it here")
     inspect.add_argument("dir", help="checkpoint folder, or repository on the Hub")
@@ -99,7 +106,7 @@ def _compress(arguments: argparse.Namespace) -> int:
     from hf_sparse24.conversion import compress_folder
 
     _require_folder(arguments.dir)
-    given = {name: getattr(arguments, name) for name in ("targets", "ignore", "on_dense", "readable_by")}
+    given = {name: getattr(arguments, name) for name in ("targets", "ignore", "on_dense", "readable_by", "quantization")}
     config = as_config({"format": arguments.format, **{name: value for name, value in given.items() if value is not None}})
     compress_folder(arguments.dir, arguments.out, config)
     _print_conversion(arguments)
@@ -111,6 +118,15 @@ def _decompress(arguments: argparse.Namespace) -> int:
 
     _require_folder(arguments.dir)
     decompress_folder(arguments.dir, arguments.out)
+    _print_conversion(arguments)
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from hf_sparse24.conversion import convert_folder
+
+    _require_folder(arguments.dir)
+    convert_folder(arguments.dir, arguments.out, arguments.to, arguments.quantization)
     _print_conversion(arguments)
     return 0
 

@@ -7,6 +7,7 @@ On disk (docs/formats.md), `quantization_config` of a checkpoint of ours is
     config_groups      {GUARD: ["Linear"]}           makes stock Transformers stop, with GUARD in its error, before any weight is
                                                      read; left out if readable_by="compressed-tensors"
     sparsity_config    format, targets, ignore, ...  the six keys of old, ours behind them
+    config_groups, format, ...                       of quantised weights: what the compressor of their format says of them
 
 What is packed is never read from here: the tensors in the file say it (checkpoint.py).
 """
@@ -19,7 +20,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from hf_sparse24.compressors import QUANTIZED_COMPRESSORS, BaseCompressor, BaseQuantizedCompressor, compressor_for
 from hf_sparse24.errors import CheckpointError
+from hf_sparse24.quantization import QuantizationScheme
 
 GUARD = "hf-sparse24 (pip install hf-sparse24, then import hf_sparse24)"
 FORMAT_VERSION = "0.12.2"
@@ -42,6 +45,7 @@ class SparsityConfig(BaseModel, QuantizationConfigMixin):
         ignore: Modules that are never touched, in the same notation; a module's name also covers what it contains.
         on_dense: A targeted weight that does not fit the format: "raise" names it and writes nothing, "skip" stores it
             dense and lists it.
+        quantization: Round the weights to 8 or 4 bits as well: "fp8", "int8", "w4a16", "w8a16", or a `QuantizationScheme`.
         readable_by: "compressed-tensors" omits the guard, for readers of compressed-tensors 0.9 to 0.14.
         run_compressed: On load: True keeps the layers packed, False makes plain `nn.Linear`, None keeps them packed if a
             supported GPU is visible.  Not stored.
@@ -59,6 +63,7 @@ class SparsityConfig(BaseModel, QuantizationConfigMixin):
     targets: list[str] = Field(default_factory=lambda: ["Linear"], min_length=1)
     ignore: list[str] = Field(default_factory=lambda: ["lm_head"])
     on_dense: Literal["raise", "skip"] = "raise"
+    quantization: QuantizationScheme | None = None
     readable_by: Literal["hf-sparse24", "compressed-tensors"] = "hf-sparse24"
     run_compressed: bool | None = None
     global_sparsity: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -66,6 +71,8 @@ class SparsityConfig(BaseModel, QuantizationConfigMixin):
     # Keys of a file that we do not know: kept, and written again.
     _unknown_block_keys: dict[str, Any] = PrivateAttr(default_factory=dict)
     _unknown_keys: dict[str, Any] = PrivateAttr(default_factory=dict)
+    # Of a file whose weights are quantised: its schemes of groups, written again as they are.
+    _config_groups: dict[str, Any] | None = PrivateAttr(default=None)
 
     @field_validator("targets", "ignore")
     @classmethod
@@ -78,6 +85,23 @@ class SparsityConfig(BaseModel, QuantizationConfigMixin):
                     raise ValueError(f"{_shown(entry)} is not a regular expression: {error}") from None
         return entries
 
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _scheme_by_name(cls, value: Any) -> Any:
+        return value if value is None else QuantizationScheme.of(value)
+
+    @field_validator("quantization")
+    @classmethod
+    def _scheme_fits_format(cls, scheme: QuantizationScheme | None) -> QuantizationScheme | None:
+        if scheme is not None:
+            compressor_for(cls.format, scheme)
+        return scheme
+
+    @property
+    def compressor(self) -> BaseCompressor:
+        """What stores the weights that this config selects."""
+        return compressor_for(self.format, self.quantization)
+
     @property
     def dequantize(self) -> bool:
         """Whether loading ends in plain dense layers; Transformers reads this name."""
@@ -86,7 +110,7 @@ class SparsityConfig(BaseModel, QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """The block for `config.json`.  Load options are left out."""
         block = {
-            "format": self.format,
+            "format": self.compressor.stored_sparsity_format or self.format,
             "sparsity_structure": self.structure,
             "global_sparsity": self.global_sparsity,
             "registry_requires_subclass": False,
@@ -96,9 +120,14 @@ class SparsityConfig(BaseModel, QuantizationConfigMixin):
         }
         if self.readable_by != "hf-sparse24":
             block["readable_by"] = self.readable_by
-        top = {**self._unknown_keys, "quant_method": LEGACY_METHOD, "version": FORMAT_VERSION, "sparsity_config": block}
-        if self.readable_by == "hf-sparse24":
-            top["config_groups"] = {GUARD: ["Linear"]}
+        top: dict[str, Any] = {"quant_method": LEGACY_METHOD, "version": FORMAT_VERSION}
+        if isinstance(self.compressor, BaseQuantizedCompressor):
+            top |= self.compressor.to_block(list(self.targets), list(self.ignore))
+        top |= {**self._unknown_keys, "sparsity_config": block}
+        if self._config_groups is not None:
+            top["config_groups"] = self._config_groups
+        if self.readable_by == "hf-sparse24" and top["quant_method"] == LEGACY_METHOD:
+            top["config_groups"] = {**top.get("config_groups", {}), GUARD: ["Linear"]}
         return top
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -195,9 +224,13 @@ def parse_config(config: Mapping[str, Any]) -> ParsedConfig:
     top = _find_block(config)
     if top is None:
         return ParsedConfig(None, False)
-    _refuse_marlin(top)
     block = top.get("sparsity_config")
+    if block not in (None, {}, "{}") and not isinstance(block, Mapping):
+        raise CheckpointError(f"sparsity_config must be an object, got {_shown(block)}")
     quantized = _is_quantized(top)
+    for compressor in QUANTIZED_COMPRESSORS.values():
+        if (scheme := compressor.claim(top)) is not None:
+            return ParsedConfig(_parse_quantized(scheme, top, compressor.config_format), True)
     method = top.get("quant_method")
     if block in (None, {}, "{}") or not (method is None or isinstance(method, str)) or method not in OUR_METHODS:
         if not (method is None or isinstance(method, str)):
@@ -206,10 +239,27 @@ def parse_config(config: Mapping[str, Any]) -> ParsedConfig:
     sparsity = _parse_block(block, top)
     if quantized and not isinstance(sparsity, DenseSparsityConfig):
         raise CheckpointError(
-            f"this checkpoint is quantised ({_shown(top.get('format'))}) and stored as {sparsity.format}; "
-            "this version of hf-sparse24 reads sparse checkpoints that are not quantised"
+            f"this checkpoint is quantised ({_shown(top.get('format'))}) and stored as {sparsity.format}, which no format does that "
+            "this version of hf-sparse24 reads"
         )
     return ParsedConfig(sparsity, quantized)
+
+
+def _parse_quantized(scheme: QuantizationScheme, top: Mapping[str, Any], format: str) -> SparsityConfig:
+    """The config of weights that are quantised as well, in whichever way a file says so."""
+    block = top.get("sparsity_config") or {}
+    block = dict(block) if isinstance(block, Mapping) else {}
+    block["format"] = format
+    if "ignore" not in block and top.get("ignore"):
+        block["ignore"] = top["ignore"]
+    sparsity = _parse_block(block, top)
+    sparsity.quantization = scheme
+    groups = top.get("config_groups")
+    if isinstance(groups, Mapping):
+        sparsity._config_groups = {name: group for name, group in groups.items() if name != GUARD}
+    if "quant_method" in top and top["quant_method"] not in OUR_METHODS:
+        sparsity._unknown_keys["quant_method"] = top["quant_method"]
+    return sparsity
 
 
 def _find_block(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -249,16 +299,6 @@ def _is_quantized(top: Mapping[str, Any]) -> bool:
     schemes = [group for name, group in groups.items() if name != GUARD]
     empty = all(isinstance(s, Mapping) and not s.get("weights") and not s.get("input_activations") for s in schemes)
     return bool(schemes) and not empty
-
-
-def _refuse_marlin(top: Mapping[str, Any]) -> None:
-    groups = top.get("config_groups")
-    group_formats = [g.get("format") for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, Mapping) else []
-    named = [top.get("format"), *group_formats, top.get("checkpoint_format"), top.get("quant_method")]
-    if any(isinstance(name, str) and name in ("marlin-24", "marlin_24", "gptq_marlin_24") for name in named):
-        raise CheckpointError(
-            "this checkpoint is in the format marlin-24 (4- or 8-bit 2:4), which this version of hf-sparse24 does not read yet"
-        )
 
 
 def _parse_block(block: Any, top: Mapping[str, Any]) -> SparsityConfig:

@@ -1,7 +1,7 @@
-"""Packing and unpacking checkpoint folders without the model: shard by shard, every other file carried over."""
+"""Packing, unpacking and converting checkpoint folders without the model: shard by shard, every other file carried over."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from hf_sparse24.checkpoint import (
     INDEX_NAME,
     PICKLE_NAMES,
     Checkpoint,
+    PackedSlice,
     as_dense,
     find_packed,
     name_of_part,
@@ -25,12 +26,25 @@ from hf_sparse24.checkpoint import (
     read_json,
     write_json,
 )
-from hf_sparse24.compressors import SPARSITY_COMPRESSORS
-from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparsityConfig, parse_config, without_sparsity
+from hf_sparse24.compressors import QUANTIZED_COMPRESSORS, BaseCompressor, BaseQuantizedCompressor
+from hf_sparse24.compressors.base import specs_of
+from hf_sparse24.config import (
+    CONFIGS,
+    DenseSparsityConfig,
+    Sparse24Config,
+    SparseBitmaskConfig,
+    SparsityConfig,
+    parse_config,
+    without_sparsity,
+)
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.integration.quantizer import checkpoint_names, warn_left_dense
 from hf_sparse24.modules import listed, match_modules, refusal, tied_names
+from hf_sparse24.quantization import EIGHT_BIT, GPTQ_MARLIN, MARLIN, QuantizationScheme, common_scheme
 from hf_sparse24.staging import STAGE_PREFIX, WEIGHT_FILES, staged
+
+# What a folder can be converted to.
+CONVERTIBLE = (DenseSparsityConfig.format, Sparse24Config.format, SparseBitmaskConfig.format, MARLIN, GPTQ_MARLIN)
 
 
 def compress_folder(source: str | Path, out: str | Path, config: SparsityConfig | None = None) -> None:
@@ -56,8 +70,8 @@ def compress_folder(source: str | Path, out: str | Path, config: SparsityConfig 
         parsed = parse_config(checkpoint.config)
         if parsed.quantized or (parsed.sparsity is None and "quantization_config" in checkpoint.config):
             raise CheckpointError(f"{source}: is quantised ({CONFIG_NAME} says so); only dense checkpoints can be packed")
-        chosen = _choose(checkpoint, config)
-        compressor = SPARSITY_COMPRESSORS[config.format]
+        chosen, left_dense = _choose(checkpoint, config)
+        compressor = config.compressor
         left_out, elements = 0, 0
         with staged(out) as stage:
             weight_map: dict[str, str] = {}
@@ -68,13 +82,15 @@ def compress_folder(source: str | Path, out: str | Path, config: SparsityConfig 
                     elements += tensor.numel()
                     if name in chosen:
                         parts = compressor.compress_weight(tensor)
-                        left_out += tensor.numel() - parts["compressed"].numel()
+                        left_out += tensor.numel() - compressor.num_values(specs_of(parts), tuple(tensor.shape))
                         shard |= {name_of_part(name, part): value for part, value in parts.items()}
                     else:
                         shard[name] = tensor
                 _write_shard(shard, stage, file, weight_map)
             stored = config.model_copy(deep=True)
             stored.global_sparsity = round(left_out / max(1, elements), 6)
+            if stored.quantization is not None:
+                stored.ignore = [*stored.ignore, *(name.removesuffix(".weight") for name in left_dense)]
             _write_rest(checkpoint, stage, weight_map, {**without_sparsity(checkpoint.config), "quantization_config": stored.to_dict()})
 
 
@@ -96,15 +112,103 @@ def decompress_folder(source: str | Path, out: str | Path) -> None:
         if not packed:
             raise CheckpointError(f"{source}: holds no packed weights")
         dense = as_dense(checkpoint.tensors, packed)
-        # A weight goes where its values were; its other parts may be in another shard.
-        home = {name: checkpoint.shard_of(next(n for n in _names_of(name, "compressed") if n in checkpoint.tensors)) for name in packed}
+        home = _homes(checkpoint, packed)
         with staged(out) as stage:
             weight_map: dict[str, str] = {}
             for file in logging.tqdm(checkpoint.shards, desc="Unpacking shards"):
-                names = [name for name in dense if home.get(name) == file or (name not in home and name in checkpoint.shards[file])]
-                shard = {name: dense[name][...] for name in names}
+                shard = {name: dense[name][...] for name in _names_in(checkpoint, file, dense, home)}
                 _write_shard(shard, stage, file, weight_map)
             _write_rest(checkpoint, stage, weight_map, without_sparsity(checkpoint.config))
+
+
+def convert_folder(source: str | Path, out: str | Path, to: str, quantization: QuantizationScheme | str | None = None) -> None:
+    """Store a checkpoint's packed weights in another format.
+
+    From one quantised format to another, integers and scales stay as they are.  Otherwise values do: a weight that was dequantised
+    and is quantised again gets back its integers, if it is float16, and others are rounded as `quantization` says.
+
+    Args:
+        source: Folder, packed in any format that is read, or dense; it is not changed.
+        out: New or empty folder.
+        to: "dense", "sparse-24-bitmask", "sparse-bitmask", "marlin-24" or "gptq-marlin-24".
+        quantization: Round values to this scheme.  Without it, bitmasks hold values of 16 bits, and a source that is not quantised
+            cannot become Marlin.
+
+    Raises:
+        CheckpointError: The source is damaged, or in a form that cannot be read.
+        ValueError: A weight does not fit the format (named), `to` and `quantization` do not go together, or `out` is not empty.
+    """
+    if to not in CONVERTIBLE:
+        raise ValueError(f"unknown format {to[:60]!r}, expected one of {', '.join(CONVERTIBLE)}")
+    if to == DenseSparsityConfig.format:
+        if quantization is not None:
+            raise ValueError("dense weights are not quantised: name another format")
+        return decompress_folder(source, out)
+    target = _new_folder(out, source)
+    with open_checkpoint(source) as checkpoint:
+        parsed = parse_config(checkpoint.config)
+        packed = find_packed(checkpoint.tensors, checkpoint.file_of, declared=True)
+        config = _target_config(to, quantization, parsed.sparsity, packed)
+        if packed:
+            _convert(checkpoint, target, packed, config, keep_integers=quantization is None)
+    if not packed:
+        compress_folder(source, out, config)
+
+
+def _target_config(
+    to: str, quantization: QuantizationScheme | str | None, own: SparsityConfig | None, packed: Mapping[str, PackedSlice]
+) -> SparsityConfig:
+    """What the converted checkpoint says: the source's targets, the new format and scheme."""
+    scheme = None if quantization is None else QuantizationScheme.of(quantization)
+    if to in QUANTIZED_COMPRESSORS:
+        found = common_scheme(weight.compressor.scheme_of(weight.specs) for weight in packed.values()) or (own and own.quantization)
+        scheme = scheme or found
+        if scheme is None:
+            raise ValueError(f"the source is not quantised: say how to round it to {to}, with quantization='w4a16' for example")
+        # Integers that were made for quantised activations serve without them.
+        fields = {**scheme.model_dump(), "format": to, "activations": None}
+        scheme = QuantizationScheme(**(fields if fields["strategy"] != "tensor" else {**fields, "strategy": "channel"}))
+    elif scheme is not None and scheme.format not in EIGHT_BIT:
+        raise ValueError(f"{scheme.format} is a format of its own: convert to {scheme.format}, not to {to}")
+    kept: dict[str, Any] = {} if own is None else {"targets": own.targets, "ignore": own.ignore, "readable_by": own.readable_by}
+    sparsity_format = Sparse24Config.format if to in QUANTIZED_COMPRESSORS else to
+    return CONFIGS[sparsity_format](**kept, quantization=scheme, global_sparsity=0.0 if own is None else own.global_sparsity)
+
+
+def _convert(checkpoint: Checkpoint, out: Path, packed: Mapping[str, PackedSlice], config: SparsityConfig, keep_integers: bool) -> None:
+    dense = as_dense(checkpoint.tensors, packed)
+    home = _homes(checkpoint, packed)
+    compressor, left_dense = config.compressor, [name for name, weight in packed.items() if "weight" in weight.compressor.parts]
+    with staged(out) as stage:
+        weight_map: dict[str, str] = {}
+        for file in logging.tqdm(checkpoint.shards, desc="Converting shards"):
+            shard: dict[str, Tensor] = {}
+            for name in _names_in(checkpoint, file, dense, home):
+                if name in packed and name not in left_dense:
+                    parts = _repack(packed[name], compressor, keep_integers)
+                    shard |= {name_of_part(name, part): value for part, value in parts.items()}
+                else:
+                    shard[name] = dense[name][...]
+            _write_shard(shard, stage, file, weight_map)
+        if config.quantization is not None:
+            ignored = [name.removesuffix(".weight") for name in left_dense]
+            config.ignore = [*config.ignore, *(name for name in ignored if name not in config.ignore)]
+        _write_rest(checkpoint, stage, weight_map, {**without_sparsity(checkpoint.config), "quantization_config": config.to_dict()})
+
+
+def _repack(weight: PackedSlice, compressor: BaseCompressor, keep_integers: bool) -> dict[str, Tensor]:
+    """The parts of a packed weight in another format."""
+    own = weight.compressor
+    try:
+        if keep_integers and isinstance(own, BaseQuantizedCompressor) and isinstance(compressor, BaseQuantizedCompressor):
+            integers, scale = own.decompress_integers({part: value[...] for part, value in weight.parts.items()})
+            per_row = scale if scale.numel() > 1 or scale.shape == (len(integers), 1) else scale.expand(len(integers))
+            return compressor.compress_integers(integers, per_row if per_row.ndim == 2 else per_row.view(-1, 1))
+        return compressor.compress_weight(weight[...])
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{weight.where}: {weight.name}: {error}") from None
 
 
 def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
@@ -132,13 +236,15 @@ def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
         raise CheckpointError(f"{checkpoint.path / CONFIG_NAME}: does not describe a {name}: {reason}") from error
 
 
-def _choose(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
-    """Names of the weights to pack; every one of them fits."""
+def _choose(checkpoint: Checkpoint, config: SparsityConfig) -> tuple[set[str], dict[str, str]]:
+    """Names of the weights to pack, every one of which fits, and -> reason for those that stay dense."""
     candidates = _select(checkpoint, config)
     refused, left_dense = {}, {}
     for name in logging.tqdm(sorted(candidates), desc="Checking weights"):
-        reason = SPARSITY_COMPRESSORS[config.format].why_not(checkpoint.tensors[name][...])
-        if reason and (config.on_dense == "skip" or reason.startswith(("only 2-D", "in_features"))):
+        weight = checkpoint.tensors[name][...]
+        reason = config.compressor.why_not(weight)
+        has_groups = not isinstance(config, Sparse24Config) or weight.shape[1] % 4 == 0
+        if reason and (config.on_dense == "skip" or not has_groups):
             left_dense[name] = reason
         elif reason:
             refused[name] = reason
@@ -150,7 +256,7 @@ def _choose(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
             f"{checkpoint.path}: no weight can be stored sparse: {listed(left_dense) or 'no targeted weight of two dimensions'}"
         )
     warn_left_dense(left_dense)
-    return chosen
+    return chosen, left_dense
 
 
 def _select(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
@@ -168,6 +274,17 @@ def _select(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
     aliases = {module: name.removesuffix(".weight") for module, name in owner.items()}
     tied = tied_names(model)
     return {owner[module] for module in match_modules(modules, config, aliases) if module in owner and f"{module}.weight" not in tied}
+
+
+def _homes(checkpoint: Checkpoint, packed: Mapping[str, PackedSlice]) -> dict[str, str | None]:
+    """The shard of each packed weight: where its values were; its other parts may be in another one."""
+    return {name: checkpoint.shard_of(f"{weight.base}.{weight.compressor.value_part}") for name, weight in packed.items()}
+
+
+def _names_in(checkpoint: Checkpoint, file: str, dense: Iterable[str], home: Mapping[str, str | None]) -> list[str]:
+    """The tensors of the dense checkpoint whose shard this is."""
+    own = set(checkpoint.shards[file])
+    return [name for name in dense if home.get(name) == file or (name not in home and name in own)]
 
 
 def _new_folder(out: str | Path, source: str | Path) -> Path:
@@ -204,7 +321,3 @@ def _write_rest(checkpoint: Checkpoint, stage: Path, weight_map: dict[str, str],
 def _header_bytes(path: Path) -> int:
     with path.open("rb") as opened:
         return 8 + int.from_bytes(opened.read(8), "little")
-
-
-def _names_of(parameter: str, part: str) -> tuple[str, str]:
-    return f"{parameter}.{part}", name_of_part(parameter, part)

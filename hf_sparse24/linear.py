@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.utils import logging
 
-from hf_sparse24.compressors import BaseSparsityCompressor, Sparse24Compressor, SparseBitmaskCompressor
+from hf_sparse24.compressors import BaseCompressor, PackedTensorError, Sparse24Compressor, SparseBitmaskCompressor
+from hf_sparse24.compressors.base import Spec, specs_of
 from hf_sparse24.kernels import dispatch, ops
 from hf_sparse24.kernels.cusparselt import CusparseltError, CusparseltWeight
 
 logger = logging.get_logger(__name__)
+# Parts that hold sizes.
+SHAPE_PARTS = ("shape", "weight_shape")
 
 
 class PackedWeight(Tensor):
@@ -80,9 +83,155 @@ def _named(arguments: Any, kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 class PackedLinear(nn.Linear):
-    """`nn.Linear` whose weight is stored in one of the sparse formats; use a subclass.
+    """`nn.Linear` whose weight is stored as parts; use a subclass.
 
     Subclasses nn.Linear because tensor-parallel styles, PEFT and module walkers test for it; it has no dense parameter.
+    """
+
+    compressor: ClassVar[BaseCompressor]
+    part_names: tuple[str, ...]
+    """Suffixes of the parts that the layer holds."""
+
+    @classmethod
+    def from_specs(
+        cls,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        specs: Mapping[str, Spec],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> "PackedLinear":
+        """A layer with uninitialised parts.
+
+        Args:
+            in_features: Columns of the weight.
+            out_features: Rows of the weight.
+            bias: Whether there is a bias.
+            specs: dtype and shape of each part.
+            dtype: Of the bias.
+            device: Of all tensors.
+        """
+        layer = cls.__new__(cls)
+        layer._register(in_features, out_features, bias, specs, dtype, device)
+        return layer
+
+    def _register(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        specs: Mapping[str, Spec],
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's would allocate the dense weight
+        self.in_features, self.out_features = in_features, out_features
+        self.part_names = tuple(part for part in (*self.compressor.parts, *self.compressor.optional_parts) if part in specs)
+        for part in self.part_names:
+            empty = torch.empty(specs[part][1], dtype=specs[part][0], device=device)
+            if part in SHAPE_PARTS:
+                # A buffer: tensor parallelism and FSDP shard parameters.
+                self.register_buffer(part, empty)
+            else:
+                self.register_parameter(part, nn.Parameter(empty, requires_grad=False))
+        bias_value = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self.register_parameter("bias", bias_value)
+        # Transformers initialises what it thinks is missing: never this layer.
+        self._is_hf_initialized = True
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Tensor], bias: Tensor | None = None) -> "PackedLinear":
+        """A layer around packed tensors, which are taken as they are and not copied.
+
+        Args:
+            parts: What `compressor.compress_weight` returns.
+            bias: (out_features,) or None.
+        """
+        out_features, in_features = cls.compressor.read_shape({part: _Header(value) for part, value in parts.items()})
+        layer = cls.from_specs(in_features, out_features, bias is not None, specs_of(parts), device="meta")
+        for part, value in parts.items():
+            setattr(layer, part, value if part in SHAPE_PARTS else nn.Parameter(value, requires_grad=False))
+        if bias is not None:
+            layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        return layer
+
+    def to_linear(self) -> nn.Linear:
+        """The plain layer with the unpacked weight; the bias is shared.
+
+        Raises:
+            PackedTensorError: The packed tensors disagree with each other.
+        """
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=self.dense_dtype)
+        linear.weight = nn.Parameter(self.compressor.decompress_weight(self.parts()), requires_grad=self.dense_dtype.is_floating_point)
+        linear.bias = self.bias
+        return linear.train(self.training)
+
+    def parts(self) -> dict[str, Tensor]:
+        """The stored tensors by suffix; no copies."""
+        return {part: getattr(self, part).detach() for part in self.part_names}
+
+    @property
+    def values(self) -> Tensor:
+        """The largest part."""
+        return getattr(self, self.compressor.value_part)
+
+    @property
+    def num_values(self) -> int:
+        """How many values are stored."""
+        return self.compressor.num_values(specs_of(self.parts()), (self.out_features, self.in_features))
+
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """Of the unpacked weight."""
+        return self.compressor.dense_dtype(specs_of(self.parts()))
+
+    def check(self) -> None:
+        """Check the values of the parts.
+
+        Raises:
+            PackedTensorError: They disagree with each other.
+        """
+        shape = (self.out_features, self.in_features)
+        found = self.compressor.read_shape({part: _Header(value) for part, value in self.parts().items()})
+        if found != shape:
+            raise PackedTensorError(f"shape holds {found}, the layer is {shape}")
+        self.compressor.check_values(self.parts(), shape, self.num_values)
+
+    def unpack(self) -> Tensor:
+        """The dense weight (out_features, in_features), made anew for every call."""
+        return self.compressor.decompress_weight(self.parts())
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight as a read-only tensor."""
+        return PackedWeight((self.out_features, self.in_features), self.dense_dtype, self.values.device, self.unpack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features), by unpacking: subclasses know better."""
+        return nn.functional.linear(x, self.unpack().to(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        """Sizes and format."""
+        return f"{super().extra_repr()}, format={self.compressor.format}, num_values={self.num_values}"
+
+
+class _Header:
+    """A tensor with the interface of an open slice, of which compressors read shapes."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def get_shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor[index]
+
+
+class SparseLinear(PackedLinear):
+    """A layer whose weight is stored without its zeros, in its own dtype.
 
     Args:
         in_features: Columns of the weight.
@@ -93,7 +242,6 @@ class PackedLinear(nn.Linear):
         device: Of all tensors.
     """
 
-    compressor: ClassVar[BaseSparsityCompressor]
     compressed: nn.Parameter
     bitmask: nn.Parameter
     shape: Tensor
@@ -109,21 +257,12 @@ class PackedLinear(nn.Linear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
-        nn.Module.__init__(self)  # nn.Linear's would allocate the dense weight
-        self.in_features, self.out_features = in_features, out_features
         specs = self.compressor.part_specs((out_features, in_features), dtype or torch.get_default_dtype(), num_values)
-        for part in self.compressor.parts:
-            empty = torch.empty(specs[part][1], dtype=specs[part][0], device=device)
-            if part == "shape":
-                # A buffer: tensor parallelism and FSDP shard parameters.
-                self.register_buffer("shape", empty)
-            else:
-                self.register_parameter(part, nn.Parameter(empty, requires_grad=False))
+        self._register(in_features, out_features, bias, specs, dtype, device)
+
+    def _register(self, *args: Any) -> None:
+        super()._register(*args)
         self.register_buffer("metadata", None, persistent=False)
-        bias_value = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
-        self.register_parameter("bias", bias_value)
-        # Transformers initialises what it thinks is missing: never this layer.
-        self._is_hf_initialized = True
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "PackedLinear":
@@ -137,49 +276,14 @@ class PackedLinear(nn.Linear):
         """
         return cls.from_parts(cls.compressor.compress_weight(linear.weight), linear.bias)
 
-    @classmethod
-    def from_parts(cls, parts: Mapping[str, Tensor], bias: Tensor | None = None) -> "PackedLinear":
-        """A layer around packed tensors, which are taken as they are and not copied.
-
-        Args:
-            parts: What `compressor.compress_weight` returns.
-            bias: (out_features,) or None.
-        """
-        out_features, in_features = (int(size) for size in parts["shape"].flatten())
-        values = parts["compressed"]
-        layer = cls(in_features, out_features, bias is not None, num_values=values.numel(), dtype=values.dtype, device="meta")
-        for part, value in parts.items():
-            if part == "shape":
-                layer.shape = value
-            else:
-                setattr(layer, part, nn.Parameter(value, requires_grad=False))
-        if bias is not None:
-            layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
-        return layer
-
-    def to_linear(self) -> nn.Linear:
-        """The plain layer with the unpacked weight; the bias is shared.
-
-        Raises:
-            PackedTensorError: The packed tensors disagree with each other.
-        """
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=self.compressed.dtype)
-        linear.weight = nn.Parameter(self.compressor.decompress_weight(self.parts()), requires_grad=self.compressed.is_floating_point())
-        linear.bias = self.bias
-        return linear.train(self.training)
-
-    def parts(self) -> dict[str, Tensor]:
-        """The stored tensors by suffix; no copies."""
-        return {part: getattr(self, part).detach() for part in self.compressor.parts}
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """That of the values."""
+        return self.compressed.dtype
 
     def unpack(self) -> Tensor:
         """The dense weight (out_features, in_features), made anew for every call."""
         return ops.unpack(self.compressed, self.bitmask, self.in_features)
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight as a read-only tensor."""
-        return PackedWeight((self.out_features, self.in_features), self.compressed.dtype, self.compressed.device, self.unpack)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features)."""
@@ -191,10 +295,6 @@ class PackedLinear(nn.Linear):
         multiply = ops.linear if torch.is_grad_enabled() else ops.linear_inference
         return multiply(x, compressed, bitmask, bias, self._buffers["metadata"], self.in_features)
 
-    def extra_repr(self) -> str:
-        """Sizes and format."""
-        return f"{super().extra_repr()}, format={self.compressor.format}, num_values={self.compressed.numel()}"
-
 
 def _autocast(x: Tensor, compressed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """What `F.linear` makes of its arguments under `torch.autocast`; operators of others than torch are not asked."""
@@ -204,10 +304,10 @@ def _autocast(x: Tensor, compressed: Tensor, bias: Tensor | None) -> tuple[Tenso
     return x.to(dtype), compressed.to(dtype), None if bias is None else bias.to(dtype)
 
 
-class Sparse24Linear(PackedLinear):
+class Sparse24Linear(SparseLinear):
     """A linear layer whose weight keeps two of every four values; 9/16 of the bytes of bfloat16, 10/16 with `prepare`."""
 
-    compressor: ClassVar[BaseSparsityCompressor] = Sparse24Compressor()
+    compressor: ClassVar[BaseCompressor] = Sparse24Compressor()
 
     def prepare(self) -> str | None:
         """Put cuSPARSELt's metadata behind the values, for products with many rows; takes two dense weights for a moment.
@@ -239,10 +339,7 @@ class Sparse24Linear(PackedLinear):
         return {**self.__dict__, "_buffers": {**self._buffers, "metadata": None}}
 
 
-class SparseBitmaskLinear(PackedLinear):
+class SparseBitmaskLinear(SparseLinear):
     """A linear layer whose weight has zeros anywhere."""
 
-    compressor: ClassVar[BaseSparsityCompressor] = SparseBitmaskCompressor()
-
-
-LAYERS: dict[str, type[PackedLinear]] = {layer.compressor.format: layer for layer in (Sparse24Linear, SparseBitmaskLinear)}
+    compressor: ClassVar[BaseCompressor] = SparseBitmaskCompressor()

@@ -21,9 +21,16 @@ from hf_sparse24.config import CONFIGS, DenseSparsityConfig, Sparse24Config, Spa
 from hf_sparse24.conversion import compress_folder, decompress_folder
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.integration.plan import choose_weights, plan_weights
-from hf_sparse24.integration.quantizer import Sparse24HfQuantizer, checkpoint_names, mark_as_packed, named_twice, sparsity_of
-from hf_sparse24.linear import LAYERS
-from hf_sparse24.modules import listed, packed_layers, tied_names
+from hf_sparse24.integration.quantizer import (
+    Sparse24HfQuantizer,
+    checkpoint_names,
+    complete_scheme,
+    mark_as_packed,
+    named_twice,
+    sparsity_of,
+)
+from hf_sparse24.modules import LAYERS, listed, packed_layers, tied_names
+from hf_sparse24.quantization import common_scheme
 
 # What a repository is fetched for; the rest of it is not needed to read weights.
 CHECKPOINT_PATTERNS = ["*.safetensors", "*.json"]
@@ -58,8 +65,11 @@ class ModelCompressor:
             packed = find_packed(checkpoint.tensors, checkpoint.file_of, declared=parsed.sparsity is not None)
         if parsed.sparsity is not None:
             return cls(parsed.sparsity)
-        formats = {weight.compressor.format for weight in packed.values()}
-        return cls(CONFIGS[max(formats, default=DenseSparsityConfig.format)]())
+        if not packed:
+            return cls(DenseSparsityConfig())
+        first = max(packed.values(), key=lambda weight: weight.compressor.format).compressor
+        scheme = common_scheme(first.scheme_of(weight.specs) for weight in packed.values() if weight.compressor is first)
+        return cls(CONFIGS[first.config_format](quantization=scheme))
 
     @classmethod
     def from_compression_config(cls, config: SparsityConfig | Mapping[str, Any] | None) -> "ModelCompressor | None":
@@ -118,8 +128,10 @@ class ModelCompressor:
         if not names:
             raise ValueError(f"none of the {len(chosen)} targeted modules is an nn.Linear, only those can be kept packed")
         for name in names:
-            model.set_submodule(name, LAYERS[chosen[name]].from_linear(model.get_submodule(name)))
+            linear, compressor = model.get_submodule(name), chosen[name]
+            model.set_submodule(name, LAYERS[compressor.format].from_parts(compressor.compress_weight(linear.weight), linear.bias))
         config = self.sparsity_config.model_copy(deep=True)
+        complete_scheme(packed_layers(model), config)
         config.global_sparsity = sparsity_of(model)
         mark_as_packed(model, Sparse24HfQuantizer(config, pre_quantized=True))
         model.hf_quantizer.kept = {f"{name}.weight": name for name in names}

@@ -6,8 +6,23 @@ from collections.abc import Mapping
 from torch import nn
 
 from hf_sparse24.config import SparsityConfig
-from hf_sparse24.linear import PackedLinear
+from hf_sparse24.linear import PackedLinear, Sparse24Linear, SparseBitmaskLinear
+from hf_sparse24.quantized_linear import (
+    GptqMarlin24Linear,
+    Marlin24Linear,
+    PackQuantizedLinear,
+    QuantizedSparse24Linear,
+    QuantizedSparseBitmaskLinear,
+)
 
+# Format -> the layer that keeps weights in it.
+LAYERS: dict[str, type[PackedLinear]] = {
+    layer.compressor.format: layer
+    for layer in (
+        *(Sparse24Linear, SparseBitmaskLinear, QuantizedSparse24Linear, QuantizedSparseBitmaskLinear),
+        *(Marlin24Linear, GptqMarlin24Linear, PackQuantizedLinear),
+    )
+}
 # Names in a message before it says how many more there are.
 LISTED = 8
 
@@ -89,7 +104,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 def left_out(model: nn.Module) -> int:
     """How many weights the packed layers of a model leave out."""
-    return sum(layer.out_features * layer.in_features - layer.compressed.numel() for layer in packed_layers(model).values())
+    return sum(layer.out_features * layer.in_features - layer.num_values for layer in packed_layers(model).values())
 
 
 def refusal(refused: Mapping[str, str], config: SparsityConfig) -> ValueError:

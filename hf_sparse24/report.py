@@ -201,7 +201,8 @@ def _outcomes(
 ) -> tuple[dict[str, str], dict[str, OnLoad]]:
     """Module class, and what becomes of it, by weight."""
     stock = "quantised by another method, which Transformers opens"
-    if parsed.quantized or (parsed.sparsity is None and "quantization_config" in checkpoint.config):
+    others = parsed.quantized and (parsed.sparsity is None or isinstance(parsed.sparsity, DenseSparsityConfig))
+    if others or (parsed.sparsity is None and "quantization_config" in checkpoint.config):
         return {}, dict.fromkeys(names, OnLoad("other", stock, False))
     try:
         model = skeleton(checkpoint)
@@ -223,7 +224,7 @@ def _why_unpacked(parsed: ParsedConfig) -> str | None:
     """Why `from_pretrained`, without options, unpacks every packed weight; None if it keeps those of `nn.Linear`."""
     if parsed.sparsity is None or isinstance(parsed.sparsity, DenseSparsityConfig):
         return "config.json does not say that weights are packed"
-    return why_unpacked(None, parsed.sparsity.run_compressed, parsed.sparsity.format)
+    return why_unpacked(None, parsed.sparsity.run_compressed, parsed.sparsity.compressor.format)
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------------

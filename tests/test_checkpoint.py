@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_sparse24.checkpoint import (
-    PART_SUFFIXES,
     PackedSlice,
     TensorSlice,
     as_dense,
@@ -494,11 +493,21 @@ def test_a_bitmask_weight_without_row_offsets_is_not_read_as_2_4(base):
         find_packed(tensors, where)
 
 
+# Part that no other format has -> what is missing first if it is alone.
+LACKING = {
+    "bitmask": "compressed",
+    "compressed": "bitmask",
+    "row_offsets": "bitmask",
+    "weight_scale": "weight",
+    "weight_packed": "weight_scale",
+    "scale_packed": "weight_packed",
+}
+
+
 @pytest.mark.parametrize("base", ["stray", "stray.weight"])
-@pytest.mark.parametrize("part", [part for part in PART_SUFFIXES if part != "shape"])
-def test_a_part_that_is_left_over_is_named(part, base):
+@pytest.mark.parametrize(("part", "lacking"), LACKING.items())
+def test_a_part_that_is_left_over_is_named(part, lacking, base):
     stray = {f"{base}.{part}": torch.ones(2, dtype=torch.uint8)}
-    lacking = "bitmask" if part != "bitmask" else "compressed"
     with refuses(f"FILE OF {base}.{part}", f"{base}.{part} is left over: {base}.{lacking} is missing"):
         find_packed(stray | parts_of("sparse-24-bitmask"), where)
     with refuses(f"FILE OF {base}.{part}", f"{base}.{part} is left over"):
@@ -537,45 +546,27 @@ def test_a_part_in_the_other_spelling_beside_a_packed_weight_is_not_dropped(part
 @pytest.mark.parametrize("packed_scale", [False, True], ids=["scale", "packed-scale"])
 @pytest.mark.parametrize("base", ["layer", "layer.weight"])
 @each_format
-def test_a_weight_that_is_quantised_too(format_name, base, packed_scale):
-    # Without its scale such a weight is wrong; compressed-tensors <= 0.8.1 packed the scales, too.
+def test_a_weight_of_16_bits_with_a_scale(format_name, base, packed_scale):
+    # Whether it is to be multiplied is not known; compressed-tensors <= 0.8.1 packed the scales, too.
     scale = parts_of("sparse-bitmask", "layer.weight_scale", torch.ones(6, 1)) if packed_scale else {"layer.weight_scale": torch.ones(6, 1)}
-    with refuses("FILE OF layer", "layer.weight is quantised and packed"):
+    beside = base == "layer" and not packed_scale
+    with refuses("FILE OF layer", "layer.weight", "compressed is torch.bfloat16" if beside else "is quantised and packed"):
         find_packed(parts_of(format_name, base) | scale, where)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "float-quantized+sparse-24-bitmask", "float-quantized+sparse-bitmask", "float-quantized-static+sparse-24-bitmask",
-        "int-quantized+sparse-24-bitmask", "naive-quantized+sparse-24-bitmask",
-    ],
-)  # fmt: skip
-def test_golden_quantised_checkpoints_are_refused_by_file_and_name(golden, name):
-    with (
-        open_checkpoint(golden / name) as checkpoint,
-        refuses(golden / name / "model.safetensors", "model.layers.", "is quantised and packed"),
-    ):
-        find_packed(checkpoint.tensors, checkpoint.file_of, declared=True)
-
-
-@pytest.mark.parametrize("name", ["marlin-24-w4-channel", "marlin-24-w4-g128", "marlin-24-w8-channel", "marlin-24-w8-g128"])
-def test_golden_marlin_checkpoints_are_refused_by_file_tensor_and_format(golden, name):
-    with open_checkpoint(golden / name) as checkpoint, refuses(golden / name / "model.safetensors", "model.layers.0.", "marlin-24"):
-        find_packed(checkpoint.tensors, checkpoint.file_of, declared=True)
-
-
-@pytest.mark.parametrize(
-    "names", [("weight_packed", "meta", "scale_packed"), ("B_24", "B_meta", "s"), ("B_24",), ("B_meta",)], ids="+".join
+    "names", [("weight_packed", "meta"), ("meta", "scale_packed"), ("B_24", "B_meta"), ("B_24",), ("B_meta",)], ids="+".join
 )
-def test_marlin_tensors_are_named(names):
-    with refuses("FILE OF layer.", "layer.", "marlin-24"):
+def test_a_missing_part_of_marlin_is_named(names):
+    missing = min({"weight_packed", "meta", "scale_packed"} - set(names) if "B" not in names[0] else {"B_24", "B_meta", "s"} - set(names))
+    with refuses("FILE OF layer.", "packed weight layer.weight", f"the part {missing} is missing"):
         find_packed({f"layer.{name}": torch.ones(2, 2, dtype=torch.int32) for name in names}, where)
 
 
-def test_pack_quantised_tensors_are_not_ours(golden):
+def test_pack_quantised_tensors_are_ours_only_if_the_config_says_so(golden):
     with open_checkpoint(golden / "pack-quantized+sparse-24-bitmask") as checkpoint:
-        assert find_packed(checkpoint.tensors, checkpoint.file_of, declared=True) == {}
+        assert find_packed(checkpoint.tensors, checkpoint.file_of) == {}
+        assert len(find_packed(checkpoint.tensors, checkpoint.file_of, declared=True)) == 14
 
 
 def test_the_order_is_that_of_the_files():

@@ -11,6 +11,7 @@ PUBLIC_NAMES = {
     "DenseSparsityConfig",
     "ModelCompressor",
     "PruneReport",
+    "QuantizationScheme",
     "Sparse24Config",
     "Sparse24Linear",
     "SparseBitmaskConfig",
@@ -23,13 +24,15 @@ CONFIG_DEFAULTS = {
     "targets": ["Linear"],
     "ignore": ["lm_head"],
     "on_dense": "raise",
+    "quantization": None,
     "readable_by": "hf-sparse24",
     "run_compressed": None,
     "global_sparsity": 0.0,
 }
 # Subcommand -> its flags, without --help.
 COMMAND_LINE: dict[str, set[str]] = {
-    "compress": {"--format", "--ignore", "--json", "--on-dense", "--readable-by", "--targets"},
+    "compress": {"--format", "--ignore", "--json", "--on-dense", "--quantization", "--readable-by", "--targets"},
+    "convert": {"--json", "--quantization", "--to"},
     "decompress": {"--json"},
     "demo": {"--json", "--max-new-tokens", "--model", "--out", "--prompt"},
     "doctor": {"--json"},

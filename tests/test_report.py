@@ -222,6 +222,13 @@ def test_a_missing_folder_is_called_missing(name):
         inspect_folder(name)
 
 
-def test_a_quantised_sparse_checkpoint_is_refused_by_name(golden):
-    with pytest.raises(CheckpointError, match="float-quantized"):
-        inspect_folder(golden / "float-quantized+sparse-24-bitmask")
+@pytest.mark.parametrize(
+    ("name", "format", "share"),
+    [("float-quantized+sparse-24-bitmask", "quantized sparse-24-bitmask", 5 / 16), ("marlin-24-w4-channel", "marlin-24", 3 / 16)],
+)
+def test_a_quantised_sparse_checkpoint_is_described(golden, name, format, share):
+    report = inspect_folder(golden / name)
+    packed = [weight for weight in report.weights if weight.format == format]
+    assert packed and all(weight.structure in ("2:4", "1:4") and weight.on_load.keepable for weight in packed)
+    scales = sum(2 * weight.shape[0] + (16 if "bitmask" in format else 0) for weight in packed)
+    assert sum(weight.stored_bytes for weight in packed) - scales == share * sum(weight.dense_bytes for weight in packed)

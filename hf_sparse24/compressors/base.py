@@ -8,13 +8,17 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hf_sparse24.quantization import QuantizationScheme, dequantize, exact_integers, quantize_weight
+
+# dtype and shape of a tensor.
+Spec = tuple[torch.dtype, tuple[int, ...]]
 STORABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 # numpy knows no bfloat16 and no fp8: weights are moved as words of the same width.
 WORDS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
@@ -25,12 +29,28 @@ class PackedTensorError(ValueError):
 
 
 class BaseCompressor(ABC):
-    """Turns one weight into named parts and back."""
+    """Turns one weight into named parts and back; knows the format's parts, and the configs that announce them.
 
-    format: ClassVar[str]
-    """Name of the format in `sparsity_config.format`."""
-    parts: ClassVar[tuple[str, ...]]
+    A format of its own is a subclass in a file of its own, and a line in `compressors/__init__.py`.
+    """
+
+    format: str
+    """Name of the format; that of a sparsity format is also in `sparsity_config.format`."""
+    parts: tuple[str, ...]
     """Suffixes of the stored tensors, in the order in which a module registers them."""
+    optional_parts: tuple[str, ...] = ()
+    """Suffixes of tensors that may lie beside them."""
+    key_parts: frozenset[str]
+    """Suffixes by which the format is known; of the formats that are found, the one with the most."""
+    value_part: str = "compressed"
+    """The largest part, which is not read to check a weight."""
+    config_format: str
+    """Format of the sparsity config that stands for it."""
+    stored_sparsity_format: str | None = None
+    """What files say in `sparsity_config.format` instead."""
+    needs_config: bool = False
+    """Whether a config must say that the checkpoint is ours, because others read such tensors, too."""
+    scheme: QuantizationScheme | None = None
 
     @abstractmethod
     def compress_weight(self, weight: Tensor) -> dict[str, Tensor]:
@@ -40,23 +60,125 @@ class BaseCompressor(ABC):
     def decompress_weight(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The dense weight of `compress_weight`'s parts; raises PackedTensorError if they disagree."""
 
+    @abstractmethod
+    def why_not(self, weight: Tensor) -> str | None:
+        """Why this format cannot hold the weight, or None if it can."""
+
+    @abstractmethod
+    def part_specs(self, shape: tuple[int, ...], dtype: torch.dtype, num_values: int) -> dict[str, Spec]:
+        """dtype and shape of each part of a weight of this shape and dtype with `num_values` stored values, without making them."""
+
+    @abstractmethod
+    def read_shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+        """Sizes of the dense weight, from open slices of its parts; raises PackedTensorError if they do not say."""
+
+    @abstractmethod
+    def check_parts(self, specs: Mapping[str, Spec], shape: tuple[int, ...]) -> None:
+        """Compare dtypes and shapes of parts, as a header states them, with what a weight of `shape` needs; raises PackedTensorError."""
+
+    @abstractmethod
+    def check_values(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], num_values: int) -> None:
+        """Check what is stored beside the values against their number; raises PackedTensorError."""
+
+    def finds(self, specs: Mapping[str, Spec]) -> bool:
+        """Whether tensors with these suffixes beside each other are a weight of this format (if no other format knows more of them)."""
+        return self.key_parts <= specs.keys()
+
+    def dense_dtype(self, specs: Mapping[str, Spec]) -> torch.dtype:
+        """Of the dense weight."""
+        return specs[self.value_part][0]
+
+    def kept_specs(self, specs: Mapping[str, Spec], dtype: torch.dtype) -> dict[str, Spec]:
+        """Parts as a layer holds them in a model that is loaded with a dtype."""
+        return dict(specs)
+
+    def num_values(self, specs: Mapping[str, Spec], shape: tuple[int, ...]) -> int:
+        """How many values are stored."""
+        return math.prod(specs[self.value_part][1])
+
+    def scheme_of(self, specs: Mapping[str, Spec]) -> QuantizationScheme | None:
+        """What the parts tell of the scheme."""
+        return None
+
+    def cut_rows(self, parts: Mapping[str, Any], rows: slice, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        """The parts of some rows, from open slices, or None where rows cannot be unpacked on their own."""
+        return None
+
+    def require_names(self, specs: Mapping[str, Spec]) -> None:
+        """Raise PackedTensorError if parts are missing or superfluous."""
+        missing, extra = sorted(set(self.parts) - set(specs)), sorted(set(specs) - {*self.parts, *self.optional_parts})
+        if missing or extra:
+            wrong = f"missing {missing or 'none'}, superfluous {extra or 'none'}"
+            raise PackedTensorError(f"expected the parts {', '.join(self.parts)}; {wrong}")
+
+
+class BaseQuantizedCompressor(BaseCompressor):
+    """A format of integers and scales.
+
+    Args:
+        scheme: To write; a reader needs none.
+    """
+
+    def __init__(self, scheme: QuantizationScheme | None = None):
+        self.scheme = scheme
+
+    def with_scheme(self, scheme: QuantizationScheme) -> "BaseQuantizedCompressor":
+        """The same format, to write under a scheme."""
+        return type(self)(scheme)
+
+    @abstractmethod
+    def claim(self, block: Mapping[str, Any]) -> QuantizationScheme | None:
+        """The scheme, if a `quantization_config` announces weights of this format, whichever method it names."""
+
+    @abstractmethod
+    def to_block(self, targets: list[str], ignore: list[str]) -> dict[str, Any]:
+        """What `quantization_config` says of this format, beside the sparsity config."""
+
+    @abstractmethod
+    def compress_integers(self, integers: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """Store integers and scales as they are; raises ValueError where the format cannot hold them."""
+
+    @abstractmethod
+    def decompress_integers(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The integers, (out_features, in_features), and the scales; raises PackedTensorError if the parts disagree."""
+
+    def decompress_weight(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The dense weight, integers times scales; raises PackedTensorError if the parts disagree."""
+        return dequantize(*self.decompress_integers(parts))
+
+    def compress_weight(self, weight: Tensor) -> dict[str, Tensor]:
+        """Quantise and store a weight; one that is float16 and was dequantised gets its integers back.
+
+        Args:
+            weight: (out_features, in_features), float32, float16 or bfloat16, with the zeros that the format needs.
+
+        Returns:
+            The parts, on the weight's device.
+
+        Raises:
+            ValueError: `why_not`.
+        """
+        weight = weight.detach()
+        if reason := self.why_not(weight):
+            raise ValueError(reason)
+        assert self.scheme is not None
+        return self.compress_integers(*(exact_integers(weight, self.scheme) or quantize_weight(weight, None, self.scheme)))
+
 
 class BaseSparsityCompressor(BaseCompressor):
     """A format that leaves out zeros."""
 
-    @abstractmethod
-    def why_not(self, weight: Tensor) -> str | None:
-        """Why this format cannot hold the weight without losing a value, or None if it can."""
+    def read_shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
+        """What the `shape` part holds."""
+        if "shape" not in parts:
+            raise PackedTensorError("the part shape is missing")
+        return shape_of(parts["shape"][...])
 
-    @abstractmethod
-    def part_specs(self, shape: tuple[int, ...], dtype: torch.dtype, num_values: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """dtype and shape of each part of a weight with `num_values` stored values, without making them."""
+    def kept_specs(self, specs: Mapping[str, Spec], dtype: torch.dtype) -> dict[str, Spec]:
+        """Values in the model's dtype, as those of any layer."""
+        return {**specs, "compressed": (dtype, specs["compressed"][1])}
 
-    @abstractmethod
-    def check_values(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], num_values: int) -> None:
-        """Check the bitmask (and what else is stored beside the values) against the number of values; raises PackedTensorError."""
-
-    def check_parts(self, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], shape: tuple[int, ...]) -> None:
+    def check_parts(self, specs: Mapping[str, Spec], shape: tuple[int, ...]) -> None:
         """Compare dtypes and shapes of stored parts with what a weight of `shape` needs.
 
         Args:
@@ -66,10 +188,7 @@ class BaseSparsityCompressor(BaseCompressor):
         Raises:
             PackedTensorError: A part is missing or superfluous, or its dtype or shape is wrong; names the part and both numbers.
         """
-        missing, extra = sorted(set(self.parts) - set(specs)), sorted(set(specs) - set(self.parts))
-        if missing or extra:
-            wrong = f"missing {missing or 'none'}, superfluous {extra or 'none'}"
-            raise PackedTensorError(f"expected the parts {', '.join(self.parts)}; {wrong}")
+        self.require_names(specs)
         if any(size < 0 for size in shape):
             raise PackedTensorError(f"shape holds a negative size: {shape}")
         dtype, values_shape = specs["compressed"]
@@ -87,7 +206,7 @@ class BaseSparsityCompressor(BaseCompressor):
                 )
 
 
-def specs_of(parts: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def specs_of(parts: Mapping[str, Tensor]) -> dict[str, Spec]:
     """dtype and shape of each part."""
     return {name: (part.dtype, tuple(part.shape)) for name, part in parts.items()}
 

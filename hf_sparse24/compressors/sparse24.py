@@ -11,7 +11,7 @@ files must be byte-identical to those of compressed-tensors, so `TIES` states it
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from hf_sparse24.compressors.base import (
     BaseSparsityCompressor,
     PackedTensorError,
     Scratch,
+    Spec,
     as_words,
     bits_per_nibble,
     empty_words,
@@ -51,8 +52,9 @@ class Sparse24Compressor(BaseSparsityCompressor):
     Source: files of compressed-tensors 0.9.0 to 0.14.0, which are byte-identical wherever that library loses nothing.
     """
 
-    format: ClassVar[str] = "sparse-24-bitmask"
-    parts: ClassVar[tuple[str, ...]] = ("compressed", "bitmask", "shape")
+    format = config_format = "sparse-24-bitmask"
+    parts = ("compressed", "bitmask", "shape")
+    key_parts = frozenset({"compressed", "bitmask"})
 
     def why_not(self, weight: Tensor) -> str | None:
         """Why the weight is not 2:4 (shape, dtype, or the first bad group), or None."""
@@ -63,9 +65,7 @@ class Sparse24Compressor(BaseSparsityCompressor):
         bad = find_bad_groups(weight)
         return None if bad is None else f"not 2:4: {bad}"
 
-    def part_specs(
-        self, shape: tuple[int, ...], dtype: torch.dtype, num_values: int | None = None
-    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def part_specs(self, shape: tuple[int, ...], dtype: torch.dtype, num_values: int | None = None) -> dict[str, Spec]:
         """dtype and shape of each part; `num_values` follows from the shape.
 
         Raises:
@@ -79,6 +79,13 @@ class Sparse24Compressor(BaseSparsityCompressor):
             "bitmask": (torch.uint8, (rows, -(-columns // 8))),
             "shape": (torch.int64, (2, 1)),
         }
+
+    def cut_rows(self, parts: Mapping[str, Any], rows: slice, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        """The parts of some rows, unless groups straddle rows."""
+        if shape[1] % 4 or rows.step not in (None, 1):
+            return None
+        bitmask = parts["bitmask"][rows]
+        return {"compressed": parts["compressed"][rows], "bitmask": bitmask, "shape": torch.tensor([len(bitmask), shape[1]])}
 
     def compress_weight(self, weight: Tensor) -> dict[str, Tensor]:
         """Store a 2:4 weight as its kept values and a bitmask.

@@ -10,7 +10,7 @@ compressed-tensors <= 0.8.1 wrote 1-D tensors this way too: the last axis is pac
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_sparse24.compressors.base import (
     BaseSparsityCompressor,
     PackedTensorError,
+    Spec,
     as_words,
     bits_per_nibble,
     empty_words,
@@ -38,14 +39,15 @@ class SparseBitmaskCompressor(BaseSparsityCompressor):
     Source: files of compressed-tensors 0.4.0 to 0.14.0.
     """
 
-    format: ClassVar[str] = "sparse-bitmask"
-    parts: ClassVar[tuple[str, ...]] = ("compressed", "bitmask", "row_offsets", "shape")
+    format = config_format = "sparse-bitmask"
+    parts = ("compressed", "bitmask", "row_offsets", "shape")
+    key_parts = frozenset({"compressed", "bitmask", "row_offsets"})
 
     def why_not(self, weight: Tensor) -> str | None:
         """None for every weight with at least one axis."""
         return None if weight.ndim else "a scalar has no axis to pack"
 
-    def part_specs(self, shape: tuple[int, ...], dtype: torch.dtype, num_values: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def part_specs(self, shape: tuple[int, ...], dtype: torch.dtype, num_values: int) -> dict[str, Spec]:
         """dtype and shape of each part.
 
         Raises:

@@ -29,13 +29,13 @@ from transformers.utils import logging
 from hf_sparse24.checkpoint import (
     CONFIG_NAME,
     INDEX_NAME,
-    PART_SUFFIXES,
     WEIGHTS_NAME,
     as_dense,
     find_packed,
     name_of_part,
     open_checkpoint,
 )
+from hf_sparse24.compressors import PART_SUFFIXES
 from hf_sparse24.config import CONFIG_KEYS, DenseSparsityConfig, SparsityConfig, parse_config
 from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer, checkpoint_names, named_twice
@@ -89,7 +89,7 @@ def _get_hf_quantizer(
     own = getattr(config, "quantization_config", None)  # of a model that was loaded before, or a dict that says how to load
     stored = own.run_compressed if isinstance(own, SparsityConfig) else sparsity.run_compressed
     asked = getattr(quantization_config, "run_compressed", None)
-    if reason := why_unpacked(asked, stored, sparsity.format):
+    if reason := why_unpacked(asked, stored, sparsity.compressor.format):
         logger.info(f"loading dense layers: {reason}")
         return original(_without_our_config(config, declared=True), None, device_map, *args, **kwargs)
     config = copy.copy(config)

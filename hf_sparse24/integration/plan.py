@@ -4,7 +4,7 @@ Nothing is packed here.  A plan holds headers, and functions that read or pack a
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,15 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_sparse24.checkpoint import name_of_part
-from hf_sparse24.compressors import SPARSITY_COMPRESSORS, BaseSparsityCompressor
-from hf_sparse24.compressors.base import STORABLE_DTYPES
+from hf_sparse24.compressors import SPARSITY_COMPRESSORS, BaseCompressor
+from hf_sparse24.compressors.base import STORABLE_DTYPES, specs_of
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config
 from hf_sparse24.errors import warn
 from hf_sparse24.integration.quantizer import warn_left_dense
 from hf_sparse24.linear import PackedLinear
 from hf_sparse24.modules import LISTED, left_out, listed, match_modules, packed_layers, refusal, tied_names, unused_ignores
 from hf_sparse24.pattern import is_nonzero, structure
+from hf_sparse24.quantization import common_scheme, quantize_weight
 
 AUTO = "auto"
 # "auto" packs a weight without a pattern only where that saves at least this share of its bytes.
@@ -47,7 +48,7 @@ class Weight:
 class Packing:
     """A weight that is packed when its first part is asked for, and forgotten when its last part was."""
 
-    def __init__(self, compressor: BaseSparsityCompressor, read: Callable[[], Tensor]):
+    def __init__(self, compressor: BaseCompressor, read: Callable[[], Tensor]):
         self.compressor, self.read = compressor, read
         self.parts: dict[str, Tensor] = {}
 
@@ -78,15 +79,15 @@ def plan_weights(
             targets match nothing.
     """
     plan = _plan(model, sparsity_config, state_dict, original_names)
-    planned, num_left_out = _replace_by_parts(plan.weights, plan.formats)
+    planned, num_left_out = _replace_by_parts(plan.weights, plan.compressors)
     planned = {name: planned[name] for name in _order(model, plan, planned, original_names)}
-    if not plan.formats and not plan.kept:
+    if not plan.compressors and not plan.kept:
         return None, planned
     return _config_to_store(plan, (num_left_out + left_out(model)) / max(1, model.num_parameters())), planned
 
 
-def choose_weights(model: PreTrainedModel, sparsity_config: Any) -> dict[str, str]:
-    """The modules whose weights are packed, and in which format; every one of them was checked.
+def choose_weights(model: PreTrainedModel, sparsity_config: Any) -> dict[str, BaseCompressor]:
+    """The modules whose weights are packed, and what packs them; every one of them was checked.
 
     Args:
         model: Dense, or with packed layers, which are not among the result.
@@ -96,23 +97,25 @@ def choose_weights(model: PreTrainedModel, sparsity_config: Any) -> dict[str, st
         ValueError: As for `plan_weights`.
     """
     plan = _plan(model, sparsity_config, None, original_names=False)
-    return {name.removesuffix(".weight"): format for name, format in plan.formats.items()}
+    return {name.removesuffix(".weight"): compressor for name, compressor in plan.compressors.items()}
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Tensors by stored name, the format of those that are packed, and layers that are packed already by module name.
+    """Tensors by stored name, what packs those that are packed, and layers that are packed already by module name.
 
-    `headers` holds every tensor in the model's naming, empty; `stored_name` the new name of those that are only renamed.
+    `headers` holds every tensor in the model's naming, empty; `stored_name` the new name of those that are only renamed;
+    `left_dense` the targeted modules that are not packed.
     """
 
     config: SparsityConfig
     weights: dict[str, Weight]
-    formats: dict[str, str]
+    compressors: dict[str, BaseCompressor]
     kept: dict[str, PackedLinear]
     detected: bool
     headers: dict[str, Tensor]
     stored_name: dict[str, str]
+    left_dense: list[str]
 
 
 def _plan(model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str, Tensor] | None, original_names: bool) -> _Plan:
@@ -121,24 +124,37 @@ def _plan(model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str,
     if isinstance(config, DenseSparsityConfig):
         raise ValueError("the format dense packs nothing: call save_pretrained without sparsity_config")
     kept = packed_layers(model)
-    other = sorted({layer.compressor.format for layer in kept.values()} - {config.format})
+    other = sorted({layer.compressor.format for layer in kept.values()} - {config.compressor.format})
     if other and not detect:
-        raise ValueError(f"this model has layers packed as {other[0]}, not {config.format}: call model.dequantize() first")
+        raise ValueError(f"this model has layers packed as {other[0]}, not {config.compressor.format}: call model.dequantize() first")
+    _require_scheme(kept.values(), config)
     weights, headers, stored_name = _stored_tensors(model, state_dict, original_names)
     modules = {name: type(module) for name, module in model.named_modules()}
     aliases = {name: stored_name[f"{name}.weight"].removesuffix(".weight") for name in modules if f"{name}.weight" in stored_name}
     selected = [name for name in match_modules(modules, config, aliases) if name not in kept]
-    formats, left_dense, refused = _choose_formats(model, selected, weights, stored_name, config, detect)
+    compressors, left_dense, refused = _choose_compressors(model, selected, weights, stored_name, config, detect)
     if refused:
         raise refusal(refused, config)
     left_dense |= _transposed(model, config)
-    if not formats and not kept and (detect or config.on_dense == "raise"):
+    if not compressors and not kept and (detect or config.on_dense == "raise"):
         raise ValueError(f"no weight can be stored sparse: {listed(left_dense) or 'no targeted module has a 2-D weight of its own'}")
     if not detect:
         warn_left_dense(left_dense)
     if unused := unused_ignores(modules, config, aliases):
         warn(f"entries of ignore that match no module: {', '.join(unused)}")
-    return _Plan(config, weights, formats, kept, detect, headers, stored_name)
+    names_left = [stored_name.get(f"{name}.weight", name).removesuffix(".weight") for name in left_dense]
+    return _Plan(config, weights, compressors, kept, detect, headers, stored_name, names_left)
+
+
+def _require_scheme(kept: Iterable[PackedLinear], config: SparsityConfig) -> None:
+    """Raise ValueError if packed layers are quantised otherwise than the config says, as far as they tell it."""
+    found, asked = common_scheme(layer.compressor.scheme_of(specs_of(layer.parts())) for layer in kept), config.quantization
+    if found is None or asked is None:
+        return
+    for name in ("type", "num_bits", "strategy", "group_size"):
+        if getattr(found, name) != getattr(asked, name):
+            difference = f"{name} {getattr(found, name)}, not {getattr(asked, name)}"
+            raise ValueError(f"this model has layers that are quantised with {difference}: call model.dequantize() first")
 
 
 def _stored_tensors(
@@ -179,37 +195,34 @@ def _read(model: PreTrainedModel, name: str | None, tensor: Tensor) -> Tensor:
     return load_offloaded_parameter(model, name).to(tensor.dtype)
 
 
-def _choose_formats(
+def _choose_compressors(
     model: PreTrainedModel,
     selected: list[str],
     weights: Mapping[str, Weight],
     stored_name: Mapping[str, str],
     config: SparsityConfig,
     detect: bool,
-) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """Stored name -> format, and -> reason for the weights that stay dense, and for those that are refused."""
-    formats, left_dense, refused = {}, {}, {}
+) -> tuple[dict[str, BaseCompressor], dict[str, str], dict[str, str]]:
+    """Stored name -> what packs it, and -> reason for the weights that stay dense, and for those that are refused."""
+    compressors: dict[str, BaseCompressor] = {}
+    left_dense, refused = {}, {}
     tied = tied_names(model)
     for module in selected:
         name = f"{module}.weight"
         weight = weights.get(stored_name.get(name, ""))
         reason = _why_unfit(name, weight, name in tied, config)
         if reason is None and weight is not None:
-            stored = stored_name[name]
             values = weight.read()
-            if detect:
-                formats[stored], reason = _detect(values)
-            else:
-                formats[stored], reason = config.format, SPARSITY_COMPRESSORS[config.format].why_not(values)
+            format, reason = _detect(values) if detect else (config.format, config.compressor.why_not(values))
             if reason is None:
+                compressors[stored_name[name]] = SPARSITY_COMPRESSORS[format] if detect else config.compressor
                 continue
-            del formats[stored]
             if config.on_dense == "raise":
                 refused[module] = reason
                 continue
         if reason and reason != NO_WEIGHT:
             left_dense[module] = reason
-    return formats, left_dense, refused
+    return compressors, left_dense, refused
 
 
 NO_WEIGHT = "no weight of its own"
@@ -249,21 +262,26 @@ def _detect(values: Tensor) -> tuple[str, str | None]:
     return "", f"{found.kind}, {found.reason}"
 
 
-def _replace_by_parts(weights: Mapping[str, Weight], formats: Mapping[str, str]) -> tuple[dict[str, Weight], int]:
+def _replace_by_parts(weights: Mapping[str, Weight], compressors: Mapping[str, BaseCompressor]) -> tuple[dict[str, Weight], int]:
     """The tensors with parts in the place of packed weights, and how many values are left out."""
     planned, num_left_out = {}, 0
     for name, weight in weights.items():
-        if name not in formats:
+        if name not in compressors:
             planned[name] = weight
             continue
-        compressor = SPARSITY_COMPRESSORS[formats[name]]
+        compressor = compressors[name]
         elements = torch.Size(weight.shape).numel()
-        num_values = elements // 2 if formats[name] == Sparse24Config.format else int(is_nonzero(weight.read()).sum())
+        num_values = elements // 2 if compressor.config_format == Sparse24Config.format else _count_values(weight.read(), compressor)
         num_left_out += elements - num_values
         packing = Packing(compressor, weight.read)
         for part, (dtype, shape) in compressor.part_specs(weight.shape, weight.dtype, num_values).items():
             planned[name_of_part(name, part)] = Weight(dtype, shape, functools.partial(packing.part, part))
     return planned, num_left_out
+
+
+def _count_values(weight: Tensor, compressor: BaseCompressor) -> int:
+    """Non-zeros of a weight, after rounding if it is quantised."""
+    return int(is_nonzero(weight if compressor.scheme is None else quantize_weight(weight, None, compressor.scheme)[0]).sum())
 
 
 def _order(model: PreTrainedModel, plan: _Plan, planned: Mapping[str, Weight], original_names: bool) -> list[str]:
@@ -274,10 +292,8 @@ def _order(model: PreTrainedModel, plan: _Plan, planned: Mapping[str, Weight], o
     """
     headers: dict[str, Tensor] = {}
     for name, header in plan.headers.items():
-        format = plan.formats.get(plan.stored_name.get(name, ""))
-        headers |= (
-            dict.fromkeys((name_of_part(name, part) for part in SPARSITY_COMPRESSORS[format].parts), header) if format else {name: header}
-        )
+        compressor = plan.compressors.get(plan.stored_name.get(name, ""))
+        headers |= dict.fromkeys((name_of_part(name, part) for part in compressor.parts), header) if compressor else {name: header}
     headers = {name: headers[name] for name in sorted(headers, key=dot_natural_key)}
     order = list(revert_weight_conversion(model, headers) if original_names else headers)
     if lost := set(planned) ^ set(order):
@@ -288,10 +304,13 @@ def _order(model: PreTrainedModel, plan: _Plan, planned: Mapping[str, Weight], o
 def _config_to_store(plan: _Plan, sparsity: float) -> SparsityConfig:
     config = plan.config
     if plan.detected:
-        used = set(plan.formats.values()) | {layer.compressor.format for layer in plan.kept.values()}
-        names = [name.removesuffix(".weight") for name in plan.formats] + list(plan.kept)
+        used = {compressor.format for compressor in (*plan.compressors.values(), *(layer.compressor for layer in plan.kept.values()))}
+        names = [name.removesuffix(".weight") for name in plan.compressors] + list(plan.kept)
         config_class = Sparse24Config if Sparse24Config.format in used else SparseBitmaskConfig
         config = config_class(targets=sorted(names, key=dot_natural_key), ignore=[])
     stored = config.model_copy(deep=True)
     stored.global_sparsity, stored.run_compressed = round(sparsity, 6), None
+    if stored.quantization is not None:
+        # Readers of quantised checkpoints take what is not ignored to be quantised.
+        stored.ignore = [*stored.ignore, *(name for name in plan.left_dense if name not in stored.ignore)]
     return stored

@@ -23,12 +23,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_sparse24.checkpoint import PackedSlice, find_packed, name_of_part, open_file
-from hf_sparse24.compressors import SPARSITY_COMPRESSORS, PackedTensorError
+from hf_sparse24.compressors import PackedTensorError
+from hf_sparse24.compressors.base import specs_of
 from hf_sparse24.config import SparsityConfig
 from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.kernels import dispatch
-from hf_sparse24.linear import LAYERS, PackedLinear, Sparse24Linear
-from hf_sparse24.modules import left_out, listed, packable_modules, packed_layers, refusal, tied_names
+from hf_sparse24.linear import SHAPE_PARTS, PackedLinear, Sparse24Linear
+from hf_sparse24.modules import LAYERS, left_out, listed, packable_modules, packed_layers, refusal, tied_names
+from hf_sparse24.quantization import common_scheme
+from hf_sparse24.quantized_linear import QuantizedLinear
 
 logger = logging.get_logger(__name__)
 METHOD = SparsityConfig.quant_method
@@ -99,6 +102,7 @@ class Sparse24HfQuantizer(HfQuantizer):
             warn(f"no layer is kept packed: {listed(self.left_dense)}")
         if not self.pre_quantized:
             self.quantization_config.global_sparsity = sparsity_of(model)
+        complete_scheme(kept, self.quantization_config)
         mark_as_packed(model, self)
         prepare_kernels(kept)
         if self.left_dense:
@@ -114,10 +118,12 @@ class Sparse24HfQuantizer(HfQuantizer):
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Make every packed layer a plain `nn.Linear`, in place; the model then saves dense.  `dtype` casts those layers only."""
-        conversions = getattr(model, "_weight_conversions", None)
+        conversions, own_dtype = getattr(model, "_weight_conversions", None), model.dtype
         for name, layer in packed_layers(model).items():
             linear = layer.to_linear()
-            model.set_submodule(name, linear.to(dtype) if dtype is not None else linear)
+            # Scales, which give a dequantised weight its dtype, keep their own in a model of any.
+            new_dtype = own_dtype if dtype is None and isinstance(layer, QuantizedLinear) else dtype
+            model.set_submodule(name, linear.to(new_dtype) if new_dtype is not None else linear)
         self.remove_quantization_config(model)
         # Newer versions delete the renamings of the load, which a later save has to undo.
         model._weight_conversions = conversions
@@ -162,7 +168,7 @@ class PackOnLoad(ConversionOps):
         config, name = self.quantizer.quantization_config, full_layer_name.removesuffix(".weight")
         linear = model.get_submodule(name)
         try:
-            packed = LAYERS[config.format].from_parts(SPARSITY_COMPRESSORS[config.format].compress_weight(weight), linear.bias)
+            packed = LAYERS[config.compressor.format].from_parts(config.compressor.compress_weight(weight), linear.bias)
         except ValueError as error:
             if config.on_dense == "skip" or weight.shape[-1] % 4:
                 self.quantizer.left_dense[full_layer_name] = str(error)
@@ -231,8 +237,9 @@ def place_packed_layers(
     # Renaming looks at what the model expects: by now, parts.
     rename = _renamer(model, conversions)
     for parameter, name in kept.items():
-        part, part_merged = rename(name_of_part(parameter, "compressed"))
-        if part != f"{name}.compressed" or part_merged:
+        value_part = packed[parameter].compressor.value_part
+        part, part_merged = rename(name_of_part(parameter, value_part))
+        if part != f"{name}.{value_part}" or part_merged:
             raise CheckpointError(
                 f"Transformers loads {parameter} as {name}.weight, but its part as {part}: open this checkpoint with run_compressed=False"
             )
@@ -240,6 +247,8 @@ def place_packed_layers(
 
 
 def _why_dense(model: PreTrainedModel, parameter: str, name: str, target: str, weight: PackedSlice, merged: bool, tied: bool) -> str | None:
+    if weight.compressor.format not in LAYERS:
+        return f"no layer keeps the format {weight.compressor.format}"
     if merged:
         return "the loader merges or changes this tensor"
     if name == target or not parameter.endswith(".weight"):
@@ -259,15 +268,10 @@ def _why_dense(model: PreTrainedModel, parameter: str, name: str, target: str, w
 
 def _replace(model: PreTrainedModel, name: str, weight: PackedSlice) -> None:
     linear = model.get_submodule(name)
-    layer = LAYERS[weight.compressor.format](
-        linear.in_features,
-        linear.out_features,
-        linear.bias is not None,
-        num_values=weight.num_values,
-        dtype=linear.weight.dtype,
-        device="meta",
-    )
-    model.set_submodule(name, layer)
+    dtype, compressor = linear.weight.dtype, weight.compressor
+    sizes = linear.in_features, linear.out_features, linear.bias is not None
+    specs = compressor.kept_specs(weight.specs, dtype)
+    model.set_submodule(name, LAYERS[compressor.format].from_specs(*sizes, specs, dtype=dtype, device="meta"))
 
 
 def _renamer(model: PreTrainedModel, conversions: list[Any]) -> Any:
@@ -308,20 +312,17 @@ def check_packed_layers(model: nn.Module) -> None:
         CheckpointError: A bitmask or a shape is damaged; names the layer.
     """
     layers = list(packed_layers(model).items())
-    on_cpu = all(layer.bitmask.device.type in ("cpu", "meta") for _, layer in layers)
+    on_cpu = all(layer.values.device.type in ("cpu", "meta") for _, layer in layers)
     with ThreadPoolExecutor(torch.get_num_threads() if on_cpu else 1) as pool:
         for _ in pool.map(lambda named: _check_layer(*named), layers):
             pass
 
 
 def _check_layer(name: str, layer: PackedLinear) -> None:
-    if layer.bitmask.device.type == "meta":  # offloaded to disk
+    if layer.values.device.type == "meta":  # offloaded to disk
         return
     try:
-        shape = tuple(int(size) for size in layer.shape.flatten())
-        if shape != (layer.out_features, layer.in_features):
-            raise PackedTensorError(f"shape holds {shape}, the layer is {(layer.out_features, layer.in_features)}")
-        layer.compressor.check_values(layer.parts(), shape, layer.compressed.numel())
+        layer.check()
     except PackedTensorError as error:
         raise CheckpointError(f"packed layer {name}: {error}") from None
 
@@ -330,7 +331,7 @@ def prepare_kernels(layers: Mapping[str, PackedLinear]) -> None:
     """Do what the layers' first calls would wait for; warn once about layers for which there is no kernel."""
     by_kind: dict[tuple[str, torch.dtype, torch.device], set[tuple[int, int]]] = {}
     for layer in layers.values():
-        kind = layer.compressor.format, layer.compressed.dtype, dispatch.with_index(layer.compressed.device)
+        kind = layer.compressor.format, layer.values.dtype, dispatch.with_index(layer.values.device)
         by_kind.setdefault(kind, set()).add((layer.out_features, layer.in_features))
     for (format, dtype, device), shapes in by_kind.items():
         if device.type == "meta":  # offloaded to disk
@@ -342,11 +343,21 @@ def prepare_kernels(layers: Mapping[str, PackedLinear]) -> None:
             layer.prepare()
 
 
+def complete_scheme(layers: Mapping[str, PackedLinear], config: SparsityConfig) -> None:
+    """Tell quantised layers whether activations are quantised, too, and the config how weights are, if no file said it."""
+    quantized = [layer for layer in layers.values() if isinstance(layer, QuantizedLinear)]
+    if quantized and config.quantization is None:
+        config.quantization = common_scheme(layer.compressor.scheme_of(specs_of(layer.parts())) for layer in quantized)
+    asked = config.quantization is not None and config.quantization.activations is not None
+    for layer in quantized:
+        layer.quantize_x = asked or "input_scale" in layer.part_names
+
+
 def mark_as_packed(model: PreTrainedModel, quantizer: Sparse24HfQuantizer) -> None:
     """Make a model with packed layers one that Transformers treats as quantised by us."""
     for layer in packed_layers(model).values():
-        for part in layer.compressor.parts:
-            if part != "shape":
+        for part in layer.part_names:
+            if part not in SHAPE_PARTS:
                 getattr(layer, part).requires_grad_(False)
     model.hf_quantizer = quantizer
     model.config.quantization_config = quantizer.quantization_config
@@ -367,7 +378,7 @@ def _num_parameters(model: PreTrainedModel, only_trainable: bool = False, exclud
     if only_trainable:
         return count
     for layer in packed_layers(model).values():
-        stored = sum(getattr(layer, part).numel() for part in layer.compressor.parts if part != "shape")
+        stored = sum(getattr(layer, part).numel() for part in layer.part_names if part not in SHAPE_PARTS)
         count += layer.out_features * layer.in_features - stored
     return count
 

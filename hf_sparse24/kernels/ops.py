@@ -15,6 +15,16 @@ LIB.define("linear(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, Te
 # The same without gradients: the registration of these costs each call some microseconds, also where none are wanted.
 LIB.define("linear_inference(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, Tensor? metadata, int in_features) -> Tensor")
 LIB.define("linear_grad_x(Tensor grad_y, Tensor compressed, Tensor bitmask, int in_features) -> Tensor")
+LIB.define("dequantize_8bit(Tensor compressed, Tensor bitmask, Tensor weight_scale, int in_features) -> Tensor")
+LIB.define("dequantize_marlin24(Tensor weight_packed, Tensor meta, Tensor scale_packed, int num_bits, bool scales_permuted) -> Tensor")
+LIB.define(
+    "linear_8bit(Tensor x, Tensor compressed, Tensor bitmask, Tensor weight_scale, Tensor? input_scale, Tensor? bias, int in_features, "
+    "bool quantize_x) -> Tensor"
+)
+LIB.define(
+    "linear_marlin24(Tensor x, Tensor weight_packed, Tensor meta, Tensor scale_packed, Tensor? bias, int num_bits, bool scales_permuted) "
+    "-> Tensor"
+)
 
 
 def _unpack(compressed: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
@@ -25,11 +35,32 @@ def _linear_grad_x(grad_y: Tensor, compressed: Tensor, bitmask: Tensor, in_featu
     return grad_y @ reference.unpack(compressed, bitmask, in_features)
 
 
+# The rest is for weights of 8 and 4 bits.  `quantize_x` says that the checkpoint asks for activations of 8 bits, and `input_scale` by
+# what it divides them; nothing here rounds x, and a kernel may, with a result that is as far from this one as such rounding is.
+
+
+def _linear_8bit(
+    x: Tensor,
+    compressed: Tensor,
+    bitmask: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    quantize_x: bool,
+) -> Tensor:
+    return reference.linear_8bit(x, compressed, bitmask, weight_scale, bias, in_features)
+
+
 for _name, _implementation in (
     ("unpack", _unpack),
     ("linear", plans.linear),
     ("linear_inference", plans.linear),
     ("linear_grad_x", _linear_grad_x),
+    ("dequantize_8bit", reference.dequantize_8bit),
+    ("dequantize_marlin24", reference.dequantize_marlin24),
+    ("linear_8bit", _linear_8bit),
+    ("linear_marlin24", reference.linear_marlin24),
 ):
     LIB.impl(_name, _implementation, "CompositeExplicitAutograd")
 
@@ -51,6 +82,39 @@ def _linear_grad_x_fake(grad_y: Tensor, compressed: Tensor, bitmask: Tensor, in_
     return grad_y.new_empty(*grad_y.shape[:-1], in_features)
 
 
+@torch.library.register_fake(f"{NAMESPACE}::dequantize_8bit", lib=LIB)
+def _dequantize_8bit_fake(compressed: Tensor, bitmask: Tensor, weight_scale: Tensor, in_features: int) -> Tensor:
+    return weight_scale.new_empty(bitmask.shape[0], in_features)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::dequantize_marlin24", lib=LIB)
+def _dequantize_marlin24_fake(weight_packed: Tensor, meta: Tensor, scale_packed: Tensor, num_bits: int, scales_permuted: bool) -> Tensor:
+    return scale_packed.new_empty(scale_packed.shape[1], 32 * meta.shape[0])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear_8bit", lib=LIB)
+def _linear_8bit_fake(
+    x: Tensor,
+    compressed: Tensor,
+    bitmask: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    quantize_x: bool,
+) -> Tensor:
+    return _linear_fake(x, compressed, bitmask, bias, None, in_features)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear_marlin24", lib=LIB)
+def _linear_marlin24_fake(
+    x: Tensor, weight_packed: Tensor, meta: Tensor, scale_packed: Tensor, bias: Tensor | None, num_bits: int, scales_permuted: bool
+) -> Tensor:
+    in_features = 32 * meta.shape[0]
+    torch._check(x.shape[-1] == in_features, lambda: f"x has {x.shape[-1]} features, the weight {in_features}")
+    return x.new_empty(*x.shape[:-1], scale_packed.shape[1])
+
+
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, compressed, bitmask, _, _, in_features = inputs
     ctx.save_for_backward(compressed, bitmask)
@@ -60,13 +124,50 @@ def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _linear_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None, None]:
     compressed, bitmask = ctx.saved_tensors
     grad_x = linear_grad_x(grad_y, compressed, bitmask, ctx.in_features) if ctx.needs_input_grad[0] else None
-    grad_bias = grad_y.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
-    return grad_x, None, None, grad_bias, None, None
+    return grad_x, None, None, _grad_bias(grad_y, ctx.needs_input_grad[3]), None, None
 
 
 torch.library.register_autograd(f"{NAMESPACE}::linear", _linear_backward, setup_context=_save_packed, lib=LIB)
+
+
+def _save_8bit(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, compressed, bitmask, weight_scale, _, _, in_features, _ = inputs
+    ctx.save_for_backward(compressed, bitmask, weight_scale)
+    ctx.in_features = in_features
+
+
+def _linear_8bit_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    weight = dequantize_8bit(*ctx.saved_tensors, ctx.in_features) if ctx.needs_input_grad[0] else None
+    return _grad_x(grad_y, weight), None, None, None, None, _grad_bias(grad_y, ctx.needs_input_grad[5]), None, None
+
+
+def _save_marlin24(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, weight_packed, meta, scale_packed, _, num_bits, scales_permuted = inputs
+    ctx.save_for_backward(weight_packed, meta, scale_packed)
+    ctx.form = num_bits, scales_permuted
+
+
+def _linear_marlin24_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    weight = dequantize_marlin24(*ctx.saved_tensors, *ctx.form) if ctx.needs_input_grad[0] else None
+    return _grad_x(grad_y, weight), None, None, None, _grad_bias(grad_y, ctx.needs_input_grad[4]), None, None
+
+
+def _grad_x(grad_y: Tensor, weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else grad_y @ weight.to(grad_y.dtype)
+
+
+def _grad_bias(grad_y: Tensor, wanted: bool) -> Tensor | None:
+    return grad_y.flatten(0, -2).sum(0) if wanted else None
+
+
+torch.library.register_autograd(f"{NAMESPACE}::linear_8bit", _linear_8bit_backward, setup_context=_save_8bit, lib=LIB)
+torch.library.register_autograd(f"{NAMESPACE}::linear_marlin24", _linear_marlin24_backward, setup_context=_save_marlin24, lib=LIB)
 
 unpack = getattr(torch.ops, NAMESPACE).unpack.default
 linear = getattr(torch.ops, NAMESPACE).linear.default
 linear_inference = getattr(torch.ops, NAMESPACE).linear_inference.default
 linear_grad_x = getattr(torch.ops, NAMESPACE).linear_grad_x.default
+dequantize_8bit = getattr(torch.ops, NAMESPACE).dequantize_8bit.default
+dequantize_marlin24 = getattr(torch.ops, NAMESPACE).dequantize_marlin24.default
+linear_8bit = getattr(torch.ops, NAMESPACE).linear_8bit.default
+linear_marlin24 = getattr(torch.ops, NAMESPACE).linear_marlin24.default

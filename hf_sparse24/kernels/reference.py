@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from hf_sparse24.compressors.base import unpack_bits
+from hf_sparse24.compressors.marlin24 import scales_in_rows, unpack_integers
+from hf_sparse24.quantization import dequantize
 
 
 def unpack(compressed: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
@@ -36,3 +38,49 @@ def linear(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, 
         y: (..., out_features).
     """
     return torch.nn.functional.linear(x, unpack(compressed, bitmask, in_features), bias)
+
+
+def dequantize_8bit(compressed: Tensor, bitmask: Tensor, weight_scale: Tensor, in_features: int) -> Tensor:
+    """The dense weight of 8-bit packed tensors.
+
+    Args:
+        compressed: Kept values in row-major order, float8_e4m3fn or int8.
+        bitmask: (out_features, ceil(in_features / 8)), uint8.
+        weight_scale: (out_features, 1), (out_features,) or one element.
+        in_features: Columns of the weight.
+
+    Returns:
+        weight: (out_features, in_features), dtype of weight_scale.
+    """
+    # 16-bit floats hold every value of 8 bits.
+    return dequantize(unpack(compressed.to(weight_scale.dtype), bitmask, in_features), weight_scale)
+
+
+def dequantize_marlin24(weight_packed: Tensor, meta: Tensor, scale_packed: Tensor, num_bits: int, scales_permuted: bool) -> Tensor:
+    """The dense weight of tensors in Marlin's order (compressors/marlin24.py).
+
+    Args:
+        weight_packed: (K / 32, N * num_bits / 2), int32.
+        meta: (K / 32, 2 N), int16.
+        scale_packed: (groups, N), float16.
+        num_bits: 4 or 8.
+        scales_permuted: Whether runs of eight scales are stored as 0 4 1 5 2 6 3 7.
+
+    Returns:
+        weight: (N, K), dtype of scale_packed.
+    """
+    return dequantize(unpack_integers(weight_packed, meta, num_bits), scales_in_rows(scale_packed, scales_permuted))
+
+
+def linear_8bit(x: Tensor, compressed: Tensor, bitmask: Tensor, weight_scale: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
+    """`F.linear` on the dequantised weight, in the dtype of x.  x is never rounded: that is more exact than a checkpoint asks for."""
+    weight = dequantize_8bit(compressed, bitmask, weight_scale, in_features)
+    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+def linear_marlin24(
+    x: Tensor, weight_packed: Tensor, meta: Tensor, scale_packed: Tensor, bias: Tensor | None, num_bits: int, scales_permuted: bool
+) -> Tensor:
+    """`F.linear` on the dequantised weight, in the dtype of x."""
+    weight = dequantize_marlin24(weight_packed, meta, scale_packed, num_bits, scales_permuted)
+    return torch.nn.functional.linear(x, weight.to(x.dtype), bias)

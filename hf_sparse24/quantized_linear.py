@@ -1,0 +1,143 @@
+"""Linear layers that hold 2:4 weights of 8 or 4 bits, as their files do.
+
+    y = x (integers * scales)^T + b
+
+The integers stay as they are stored, on every device; `weight` answers with the dequantised weight.  Moving a layer to another dtype
+changes its bias only: scales keep the dtype in which they were stored, and integers are no numbers to be cast.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from hf_sparse24.compressors import (
+    BaseCompressor,
+    GptqMarlin24Compressor,
+    Marlin24Compressor,
+    PackQuantizedCompressor,
+    QuantizedCompressor,
+    Sparse24Compressor,
+    SparseBitmaskCompressor,
+    compressor_for,
+)
+from hf_sparse24.kernels import ops
+from hf_sparse24.linear import PackedLinear
+from hf_sparse24.quantization import QuantizationScheme
+
+
+class QuantizedLinear(PackedLinear):
+    """A layer whose weight is stored as integers and scales; use a subclass."""
+
+    quantize_x: bool = False
+    """Whether the checkpoint asks for activations of 8 bits: kernels may then round x, where that is faster."""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, scheme: QuantizationScheme | str) -> PackedLinear:
+        """Quantise and pack a layer.
+
+        Args:
+            linear: Its weight must fit the format; it is not changed, the bias is shared.
+            scheme: A scheme of this layer's format, or its name.
+
+        Raises:
+            ValueError: The weight or the scheme does not fit.
+        """
+        scheme = QuantizationScheme.of(scheme)
+        compressor = compressor_for(cls.compressor.config_format, scheme)
+        if compressor.format != cls.compressor.format:
+            raise ValueError(f"a {cls.__name__} holds {cls.compressor.format}, not {compressor.format}")
+        layer = cls.from_parts(compressor.compress_weight(linear.weight), linear.bias)
+        assert isinstance(layer, QuantizedLinear)
+        layer.quantize_x = scheme.activations is not None
+        return layer
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        parts = [getattr(self, part) for part in self.part_names]
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            changed = fn(tensor)
+            is_cast = changed.dtype != tensor.dtype and any(tensor is part for part in parts)
+            return tensor.to(changed.device) if is_cast else changed
+
+        return super()._apply(keep_dtype, recurse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features), of the dtype of x."""
+        bias: Tensor | None = self.bias
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+            bias = None if bias is None else bias.to(x.dtype)
+        return self._multiply(x, bias)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x, self.unpack().to(x.dtype), bias)
+
+
+class QuantizedSparse24Linear(QuantizedLinear):
+    """A layer with a 2:4 weight of 8 bits; 5/16 of the bytes of bfloat16, and scales."""
+
+    compressor: ClassVar[BaseCompressor] = QuantizedCompressor(Sparse24Compressor())
+    compressed: nn.Parameter
+    bitmask: nn.Parameter
+    weight_scale: nn.Parameter
+
+    def unpack(self) -> Tensor:
+        """The dequantised weight (out_features, in_features), dtype of weight_scale."""
+        return ops.dequantize_8bit(self.compressed, self.bitmask, self.weight_scale, self.in_features)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        input_scale = self._parameters.get("input_scale")
+        scales = self.weight_scale, input_scale
+        return ops.linear_8bit(x, self.compressed, self.bitmask, *scales, bias, self.in_features, self.quantize_x)
+
+
+class QuantizedSparseBitmaskLinear(QuantizedSparse24Linear):
+    """A layer with a weight of 8 bits that has zeros anywhere."""
+
+    compressor: ClassVar[BaseCompressor] = QuantizedCompressor(SparseBitmaskCompressor())
+
+
+class Marlin24Linear(QuantizedLinear):
+    """A layer with a 2:4 weight of 4 or 8 bits in Marlin's order, and scales per row or for groups of 128 columns."""
+
+    compressor: ClassVar[BaseCompressor] = Marlin24Compressor()
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Integers, metadata and scales, whatever their names are."""
+        packed, meta, scale = (self._parameters[part] for part in self.compressor.parts)
+        assert packed is not None and meta is not None and scale is not None
+        return packed, meta, scale
+
+    @property
+    def num_bits(self) -> int:
+        """4 or 8."""
+        packed, _, scale = self.tensors
+        return 2 * packed.shape[1] // scale.shape[1]
+
+    @property
+    def scales_permuted(self) -> bool:
+        """Whether each run of eight scales is stored as 0 4 1 5 2 6 3 7; the GPTQ spelling has another rule for that."""
+        assert isinstance(self.compressor, Marlin24Compressor)
+        return self.compressor.scales_permuted(self.in_features, self.tensors[2].shape[0])
+
+    def unpack(self) -> Tensor:
+        """The dequantised weight (out_features, in_features), float16."""
+        return ops.dequantize_marlin24(*self.tensors, self.num_bits, self.scales_permuted)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return ops.linear_marlin24(x, *self.tensors, bias, self.num_bits, self.scales_permuted)
+
+
+class GptqMarlin24Linear(Marlin24Linear):
+    """The same under the names of GPTQ's checkpoints."""
+
+    compressor: ClassVar[BaseCompressor] = GptqMarlin24Compressor()
+
+
+class PackQuantizedLinear(QuantizedLinear):
+    """A layer with a weight of 4 or 8 bits that is not stored sparse; it is unpacked for every call."""
+
+    compressor: ClassVar[BaseCompressor] = PackQuantizedCompressor()
