@@ -26,6 +26,7 @@ from hf_sparse24.checkpoint import PackedSlice, find_packed, name_of_part, open_
 from hf_sparse24.compressors import SPARSITY_COMPRESSORS, PackedTensorError
 from hf_sparse24.config import SparsityConfig
 from hf_sparse24.errors import CheckpointError, warn
+from hf_sparse24.fusion import fuse_projections, groups_of
 from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import LAYERS, PackedLinear, Sparse24Linear
 from hf_sparse24.modules import left_out, listed, packable_modules, packed_layers, refusal, tied_names
@@ -46,6 +47,7 @@ class Sparse24HfQuantizer(HfQuantizer):
         self.kept: dict[str, str] = {}
         self.left_dense: dict[str, str] = {}
         self.refused: dict[str, str] = {}
+        self.fuse_projections: bool = getattr(quantization_config, "fuse_projections", False)
         self._packed: dict[str, PackedSlice] = {}
         self._targets: set[str] = set()
         # Set while a model loads; a reference kept longer would make the model unpicklable.
@@ -100,6 +102,9 @@ class Sparse24HfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             self.quantization_config.global_sparsity = sparsity_of(model)
         mark_as_packed(model, self)
+        if self.fuse_projections:
+            report = fuse_projections(model)
+            logger.info(f"projections of {len(report.fused)} modules are fused; left alone: {listed(report.left_alone)}")
         prepare_kernels(kept)
         if self.left_dense:
             logger.info(f"{len(self.left_dense)} packed or targeted weights were left dense: {listed(self.left_dense)}")
@@ -115,6 +120,8 @@ class Sparse24HfQuantizer(HfQuantizer):
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Make every packed layer a plain `nn.Linear`, in place; the model then saves dense.  `dtype` casts those layers only."""
         conversions = getattr(model, "_weight_conversions", None)
+        for group in groups_of(model):
+            group.dissolve(copy=False)
         for name, layer in packed_layers(model).items():
             linear = layer.to_linear()
             model.set_submodule(name, linear.to(dtype) if dtype is not None else linear)
@@ -331,7 +338,8 @@ def prepare_kernels(layers: Mapping[str, PackedLinear]) -> None:
     by_kind: dict[tuple[str, torch.dtype, torch.device], set[tuple[int, int]]] = {}
     for layer in layers.values():
         kind = layer.compressor.format, layer.compressed.dtype, dispatch.with_index(layer.compressed.device)
-        by_kind.setdefault(kind, set()).add((layer.out_features, layer.in_features))
+        group = layer.group if isinstance(layer, Sparse24Linear) else None
+        by_kind.setdefault(kind, set()).add((sum(group.rows) if group else layer.out_features, layer.in_features))
     for (format, dtype, device), shapes in by_kind.items():
         if device.type == "meta":  # offloaded to disk
             continue

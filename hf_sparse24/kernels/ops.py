@@ -1,5 +1,6 @@
 """The operators of the package: schema, implementation, fake and gradient.  The only place that touches `torch.library`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ LIB.define("unpack(Tensor compressed, Tensor bitmask, int in_features) -> Tensor
 LIB.define("linear(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, Tensor? metadata, int in_features) -> Tensor")
 # The same without gradients: the registration of these costs each call some microseconds, also where none are wanted.
 LIB.define("linear_inference(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, Tensor? metadata, int in_features) -> Tensor")
+# One product with weights whose rows follow each other in memory, as if they were one.  Without gradients.
+LIB.define("linear_group(Tensor x, Tensor[] compressed, Tensor[] bitmask, Tensor[] bias, Tensor? metadata, int in_features) -> Tensor")
 LIB.define("linear_grad_x(Tensor grad_y, Tensor compressed, Tensor bitmask, int in_features) -> Tensor")
 
 
@@ -24,7 +27,16 @@ def _unpack(compressed: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
     return reference.unpack(compressed, bitmask, in_features)
 
 
-def _linear(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, metadata: Tensor | None, in_features: int) -> Tensor:
+def _linear(
+    x: Tensor,
+    compressed: Tensor,
+    bitmask: Tensor,
+    bias: Tensor | None,
+    metadata: Tensor | None,
+    in_features: int,
+    counted: Sequence[Tensor] = (),
+) -> Tensor:
+    """`counted` are the tensors whose versions tell of a change to the weight, where these are not `compressed` and `bitmask`."""
     if not x.is_cuda:
         return reference.linear(x, compressed, bitmask, bias, in_features)
     if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
@@ -44,7 +56,7 @@ def _linear(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None,
     if plan.start is not None:
         y = x.new_empty((*x.shape[:-1], plan.out_features))
         index = x.get_device()
-        early = plan.may_start_early(compressed, bitmask)
+        early = plan.may_start_early(counted or (compressed, bitmask))
         if index == torch._C._cuda_getDevice():
             plan.start(x, y, early)
         else:
@@ -56,25 +68,50 @@ def _linear(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None,
     return reference.linear(x, compressed, bitmask, bias, in_features)
 
 
+def _linear_group(
+    x: Tensor, compressed: list[Tensor], bitmask: list[Tensor], bias: list[Tensor], metadata: Tensor | None, in_features: int
+) -> Tensor:
+    """Weights that were moved apart are multiplied one by one."""
+    whole = [as_one(rows) for rows in (compressed, bitmask, bias) if rows]
+    if any(rows is None for rows in whole):
+        biases: Sequence[Tensor | None] = bias or [None] * len(compressed)
+        return torch.cat([_linear(x, *weight, None, in_features) for weight in zip(compressed, bitmask, biases, strict=True)], dim=-1)
+    counted = (*compressed, *bitmask)
+    return _linear(x, whole[0], whole[1], whole[2] if bias else None, metadata, in_features, counted)  # type: ignore[arg-type]
+
+
+def as_one(rows: Sequence[Tensor]) -> Tensor | None:
+    """Tensors whose rows follow each other in one allocation as one tensor, without a copy; None if they do not."""
+    first = rows[0]
+    storage, end = first.untyped_storage(), first.data_ptr()
+    for part in rows:
+        if part.data_ptr() != end or part.dtype != first.dtype or part.shape[1:] != first.shape[1:] or not part.is_contiguous():
+            return None
+        end += part.nbytes
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.as_strided((sum(part.shape[0] for part in rows), *first.shape[1:]), (*first.shape[1:], 1))
+
+
 class _Plan:
     """The path of one weight for one number of rows; holds no tensor."""
 
     def __init__(self, path: str, out_features: int, start: Start | None = None):
         self.path, self.out_features, self.start = path, out_features, start
-        self.versions: tuple[int, int] | None = None
+        self.versions: tuple[int, ...] | None = None
 
-    def may_start_early(self, compressed: Tensor, bitmask: Tensor) -> bool:
+    def may_start_early(self, weights: Sequence[Tensor]) -> bool:
         """Whether the kernel may fetch its weight while the kernel before it still runs, which pays in CUDA graphs.
 
         It must not where that one writes the weight: so only if a call outside of a graph has read it, and it has not been changed
         since.
         """
         try:
-            versions = compressed._version, bitmask._version
+            versions = tuple(weight._version for weight in weights)
         except RuntimeError:  # tensors of inference mode are not counted
             return False
         if torch._C._cuda_isCurrentStreamCapturing():
-            return self.versions == versions and torch.cuda.get_device_capability(compressed.device) >= EARLY_CAPABILITY
+            return self.versions == versions and torch.cuda.get_device_capability(weights[0].device) >= EARLY_CAPABILITY
         self.versions = versions
         return False
 
@@ -122,6 +159,7 @@ for _name, _implementation in (
     ("unpack", _unpack),
     ("linear", _linear),
     ("linear_inference", _linear),
+    ("linear_group", _linear_group),
     ("linear_grad_x", _linear_grad_x),
 ):
     LIB.impl(_name, _implementation, "CompositeExplicitAutograd")
@@ -137,6 +175,14 @@ def _unpack_fake(compressed: Tensor, bitmask: Tensor, in_features: int) -> Tenso
 def _linear_fake(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, metadata: Tensor | None, in_features: int) -> Tensor:
     torch._check(x.shape[-1] == in_features, lambda: f"x has {x.shape[-1]} features, the weight {in_features}")
     return x.new_empty(*x.shape[:-1], bitmask.shape[0])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear_group", lib=LIB)
+def _linear_group_fake(
+    x: Tensor, compressed: list[Tensor], bitmask: list[Tensor], bias: list[Tensor], metadata: Tensor | None, in_features: int
+) -> Tensor:
+    torch._check(x.shape[-1] == in_features, lambda: f"x has {x.shape[-1]} features, the weight {in_features}")
+    return x.new_empty(*x.shape[:-1], sum(rows.shape[0] for rows in bitmask))
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_grad_x", lib=LIB)
@@ -162,4 +208,5 @@ torch.library.register_autograd(f"{NAMESPACE}::linear", _linear_backward, setup_
 unpack = getattr(torch.ops, NAMESPACE).unpack.default
 linear = getattr(torch.ops, NAMESPACE).linear.default
 linear_inference = getattr(torch.ops, NAMESPACE).linear_inference.default
+linear_group = getattr(torch.ops, NAMESPACE).linear_group.default
 linear_grad_x = getattr(torch.ops, NAMESPACE).linear_grad_x.default
