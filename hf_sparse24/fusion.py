@@ -54,6 +54,8 @@ def fuse_projections(model: nn.Module) -> FusionReport:
     Raises:
         ValueError: The layers are sharded by tensor parallelism.
     """
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise ValueError(f"projections of a model that is split over {model._tp_size} devices cannot be fused: load it without tp_plan")
     report = FusionReport()
     for name, parent in model.named_modules():
         for child in MERGED & set(parent._modules):

@@ -256,7 +256,7 @@ class Sparse24Linear(PackedLinear):
         for name in SHARED:
             if (key := f"{prefix}{name}") in destination:
                 # The same memory under a storage of its own: writers of files look for tensors that share one.
-                destination[key] = torch.from_dlpack(destination[key])
+                destination[key] = torch.from_dlpack(destination[key].view(torch.uint8)).view(destination[key].dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the metadata would be one of the values, too; so would be a pickled view of the group's.

@@ -21,6 +21,7 @@ from hf_sparse24.kernels.cusparselt import CusparseltError, CusparseltWeight
 
 logger = logging.get_logger(__name__)
 SHARED = ("compressed", "bitmask", "bias")
+_APART = "{} do not all read the same input: they are multiplied one by one from now on"
 _INFERENCE_MODE = "fused projections multiply one by one in torch.inference_mode, where changes of x are not counted: use torch.no_grad"
 
 
@@ -72,6 +73,7 @@ class ProjectionGroup:
 
     def share(self) -> None:
         """Copy the layers' parameters into one allocation; each separate one is freed before the next kind is copied."""
+        self.layers[0]._buffers["metadata"] = None  # follows values that are left behind
         for name in SHARED:
             if tensors := self.tensors(name):
                 self._place(name, torch.cat([tensor.detach() for tensor in tensors]))
@@ -141,8 +143,15 @@ class ProjectionGroup:
             scope, self._traced = self._traced, None
         else:
             scope = self._scopes.pop(threading.get_ident(), None)
-        if scope is not None and scope.columns:
+        # After an exception there is no output, and columns that nobody had the time to take.
+        if scope is not None and scope.columns and output is not None:
             self.apart = True
+            if torch.compiler.is_compiling():
+                from torch._dynamo.comptime import comptime
+
+                comptime(_warn_apart)
+            else:
+                logger.warning_once(_APART.format(f"projections of {self.name}"))
 
     def columns_of(self, index: int, x: Tensor) -> Tensor | None:
         """x times the weight of layer `index`, by the product of the whole group; None if the layer shall multiply on its own."""
@@ -154,7 +163,7 @@ class ProjectionGroup:
             from torch._dynamo.comptime import comptime  # heavy, and loaded by now
 
             version = 0
-            if scope.x is None:
+            if scope.columns is None:
                 comptime(_note_version)
             elif scope.x is x:
                 comptime(_refuse_changed_x)
@@ -163,11 +172,14 @@ class ProjectionGroup:
             return None
         else:
             version = x._version
-        if scope.x is None:
+        if scope.columns is None:
             scope.x, scope.version, scope.columns = x, version, self._multiply(x)
-        if scope.x is not x or scope.version != version or scope.columns is None:
+        if scope.x is not x or scope.version != version:
             return None
-        return scope.columns.pop(index, None)
+        y = scope.columns.pop(index, None)
+        if not scope.columns:
+            scope.x = None  # all are taken: x is not kept either
+        return y
 
     def _multiply(self, x: Tensor) -> dict[int, Tensor]:
         """The columns of every layer: views of one result, which is contiguous for each if x has one row."""
@@ -189,5 +201,9 @@ def _note_version(context: Any) -> None:
 def _refuse_changed_x(context: Any) -> None:
     """In compiled code versions cannot be read, but while it is traced."""
     fake = context.get_local("x").as_fake()
-    if _TRACED_VERSIONS[fake] != fake._version:
+    if _TRACED_VERSIONS.get(fake, fake._version) != fake._version:
         raise RuntimeError("the input of fused projections is written to between them, which compiled code cannot follow: unfuse them")
+
+
+def _warn_apart(context: Any) -> None:
+    logger.warning_once(_APART.format("projections of a compiled module"))
