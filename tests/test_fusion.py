@@ -22,12 +22,13 @@ from transformers import (
     Phi3ForCausalLM,
 )
 
-from hf_sparse24 import Sparse24Config, Sparse24Linear, fuse_projections, unfuse_projections
+from hf_sparse24 import Sparse24Config, Sparse24Linear, fuse_projections, projection_group, unfuse_projections
 from hf_sparse24.compressors import Sparse24Compressor
 from hf_sparse24.fusion import groups_of
 from hf_sparse24.kernels import ops, reference
 from tests.models import FAMILIES, IDS, SIZES, Family, files_of, llama, load_dense, load_kept, logits, same_bytes, state_bytes
 
+SHARD = "7KB"  # less than a group
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 # Family -> modules that are fused, by the end of their name.
 FUSED = {
@@ -139,7 +140,7 @@ def test_family_keeps_its_logits_its_state_and_its_files(name, tmp_path):
     family.build().save_pretrained(tmp_path / "packed", sparsity_config=Sparse24Config())
     kept = load_kept(tmp_path / "packed", family.model_class).eval()
     wanted, before = logits(kept, **family.inputs), state_bytes(kept)
-    kept.save_pretrained(tmp_path / "apart", max_shard_size="30KB")
+    kept.save_pretrained(tmp_path / "apart", max_shard_size=SHARD)
     report = fuse_projections(kept)
     if (expected := FUSED[name]) is not None:
         assert {module.rpartition(".")[2]: names for module, names in report.fused.items()} == expected
@@ -147,8 +148,8 @@ def test_family_keeps_its_logits_its_state_and_its_files(name, tmp_path):
     assert not any(group.apart for group in groups_of(kept))
     assert list(state_bytes(kept)) == list(before)
     assert state_bytes(kept) == before
-    kept.save_pretrained(tmp_path / "native", max_shard_size="30KB")
-    kept.save_pretrained(tmp_path / "ours", sparsity_config=Sparse24Config(), max_shard_size="30KB")
+    kept.save_pretrained(tmp_path / "native", max_shard_size=SHARD)
+    kept.save_pretrained(tmp_path / "ours", sparsity_config=Sparse24Config(), max_shard_size=SHARD)
     for saved in ("native", "ours"):
         found, expected_files = files_of(tmp_path / saved), files_of(tmp_path / "apart")
         assert {file for file in expected_files if file.endswith(".safetensors")} <= set(found)
@@ -219,6 +220,7 @@ def test_config_says_that_dense_layers_are_not_fused(folder):
 def test_dequantized_model_is_the_dense_one(fused, folder):
     model = fused.dequantize()
     assert not any(isinstance(module, Sparse24Linear) for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.equal(logits(model), logits(load_dense(folder).eval()))
 
 
@@ -590,8 +592,10 @@ def test_compiled_parts_of_a_model_stay_right(products):
         torch.testing.assert_close(torch.compile(compiled, fullgraph=True, backend="aot_eager")(x), apart(x))
 
 
-def test_compiled_with_other_inputs_multiplies_alone():
+def test_compiled_with_other_inputs_multiplies_alone_and_says_so(monkeypatch):
     torch._dynamo.reset()
+    said = []
+    monkeypatch.setattr(projection_group.logger, "warning_once", said.append)
     module, apart = pair(lambda m, x: (m.gate_proj(x), m.up_proj(x + 1)))
     graphs = []
     compiled = torch.compile(module, fullgraph=True, backend=counted("aot_eager", graphs))
@@ -601,6 +605,7 @@ def test_compiled_with_other_inputs_multiplies_alone():
             torch.testing.assert_close(compiled(x), apart(x))
     assert len(graphs) <= 2
     assert groups_of(module)[0].apart
+    assert "do not all read the same input" in said[0]
 
 
 def test_compiled_code_refuses_an_input_that_is_written_to_between():
