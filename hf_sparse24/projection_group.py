@@ -73,7 +73,8 @@ class ProjectionGroup:
 
     def share(self) -> None:
         """Copy the layers' parameters into one allocation; each separate one is freed before the next kind is copied."""
-        self.layers[0]._buffers["metadata"] = None  # follows values that are left behind
+        for layer in self.layers:
+            layer._buffers["metadata"] = None  # it lies behind values that are left behind, and keeps them
         for name in SHARED:
             if tensors := self.tensors(name):
                 self._place(name, torch.cat([tensor.detach() for tensor in tensors]))

@@ -185,6 +185,15 @@ def test_memory_of_a_group_is_one_allocation_of_its_bytes(fused, kept):
     assert len(storages(kept)) - len(storages(fused)) == 2 * (2 * 2 + 1 * 2)
 
 
+def test_metadata_of_the_separate_layers_is_dropped(kept):
+    layers = [module for module in kept.modules() if isinstance(module, Sparse24Linear)]
+    for layer in layers:
+        layer.metadata = torch.zeros(1, dtype=torch.uint8)
+    fuse_projections(kept)
+    for layer in layers:
+        assert layer.group is None or layer.metadata is None  # it would keep the separate values
+
+
 def test_fusing_twice_changes_nothing(fused):
     groups = groups_of(fused)
     assert len(fuse_projections(fused).fused) == 4
@@ -508,7 +517,10 @@ def test_a_model_that_is_gone_leaves_no_memory(folder):
 
 
 def test_state_dict_has_the_memory_of_the_model(fused):
-    fused.state_dict()["model.layers.0.mlp.up_proj.compressed"].zero_()
+    value = fused.state_dict()["model.layers.0.mlp.up_proj.compressed"]
+    # Of a view, Transformers would save a copy; all of them together are one of the model.
+    assert value.untyped_storage().nbytes() == value.nbytes
+    value.zero_()
     assert not fused.model.layers[0].mlp.up_proj.compressed.any()
     assert fused.model.layers[0].mlp.gate_proj.compressed.any()
 

@@ -141,7 +141,7 @@ def test_decode_step_is_captured_in_a_cuda_graph(fused):
     assert not any(group.apart or group._scopes for group in groups_of(fused))
 
 
-def test_generates_with_a_compiled_static_cache(fused, kept):
+def test_generates_with_a_compiled_static_cache(fused):
     torch._dynamo.reset()
     prompt = torch.randint(96, (1, 8), device="cuda")
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
