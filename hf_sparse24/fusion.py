@@ -6,9 +6,11 @@ Found by name and structure; whether they do read the same is seen when the mode
 import re
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import Sparse24Linear
 from hf_sparse24.projection_group import ProjectionGroup
 
@@ -73,7 +75,18 @@ def fuse_projections(model: nn.Module) -> FusionReport:
             if layers[0].group is None:  # type: ignore[union-attr]
                 ProjectionGroup(parent, layers, name).prepare()  # type: ignore[arg-type]
             report.fused[name] = (*report.fused.get(name, ()), *names)
+    _prepare_kernels(groups_of(model))
     return report
+
+
+def _prepare_kernels(groups: list[ProjectionGroup]) -> None:
+    """Compile what the first calls would wait for, or could not do in a CUDA graph; that there is no kernel was said on loading."""
+    shapes: dict[tuple[torch.dtype, torch.device], set[tuple[int, int]]] = {}
+    for group in groups:
+        compressed = group.tensors("compressed")[0]
+        shapes.setdefault((compressed.dtype, compressed.device), set()).add((sum(group.rows), group.in_features))
+    for (dtype, device), of_kind in shapes.items():
+        dispatch.prepare(dispatch.SPARSE24, of_kind, dtype, device)
 
 
 def why_not_fused(parent: nn.Module, names: tuple[str, ...]) -> str | None:

@@ -25,7 +25,7 @@ from transformers import (
 from hf_sparse24 import Sparse24Config, Sparse24Linear, fuse_projections, projection_group, unfuse_projections
 from hf_sparse24.compressors import Sparse24Compressor
 from hf_sparse24.fusion import groups_of
-from hf_sparse24.kernels import ops, reference
+from hf_sparse24.kernels import dispatch, ops, reference
 from tests.models import FAMILIES, IDS, SIZES, Family, files_of, llama, load_dense, load_kept, logits, same_bytes, state_bytes
 
 SHARD = "7KB"  # less than a group
@@ -192,6 +192,13 @@ def test_metadata_of_the_separate_layers_is_dropped(kept):
     fuse_projections(kept)
     for layer in layers:
         assert layer.group is None or layer.metadata is None  # it would keep the separate values
+
+
+def test_kernels_for_the_fused_shapes_are_prepared(kept, monkeypatch):
+    asked = []
+    monkeypatch.setattr(dispatch, "prepare", lambda format, shapes, dtype, device: asked.append((format, shapes, dtype, device)))
+    fuse_projections(kept)
+    assert asked == [("sparse-24-bitmask", {(64, 32), (128, 32)}, torch.float32, torch.device("cpu"))]
 
 
 def test_fusing_twice_changes_nothing(fused):
