@@ -1,11 +1,12 @@
-"""A Llama of 8B shape with random 2:4 weights on one GPU: dense in bfloat16, against its layers kept packed.
+"""A Llama of 8B shape with random 2:4 weights on one GPU: dense in bfloat16, its layers kept packed, and projections fused.
 
-    python benchmarks/generate.py [--out FILE] [--seconds S] [--layers 32] [--compiled] [--commit HASH]
+    python benchmarks/generate.py [--out FILE] [--seconds S] [--layers 32] [--compiled] [--model DIR] [--commit HASH]
     python benchmarks/generate.py --tiny --device cpu      (to see that it runs)
 
 Prefill is an eager forward.  The decode step is one CUDA graph of one token on a static cache; each replay is the next position.
-`--compiled` also times stock `generate` with a compiled static cache, which takes minutes.  Logits are compared with those of the
-same weights in float32.  The file is written again after every part; what no time was left for is listed in "skipped".
+`--compiled` also captures the step after torch.compile, which leaves few kernels beside the layers', and times stock `generate` with
+a compiled static cache; both take minutes.  Logits are compared with those of the same weights in float32; with `--model`, also
+those of a real model, pruned by magnitude.  The file is written again after every part; what no time was left for is "skipped".
 """
 
 import argparse
@@ -37,6 +38,7 @@ TARGETS = {"prefill": {8192: 1.25}, "decode step": {1: 1.5}, "generate": {1: 1.3
 MEMORY_TARGET = 0.68
 # Rounding falls differently from kernel to kernel: means over thousands of logits that differ by less than this are the same.
 LOGITS_TARGET = 1.02
+KINDS = ("dense", "kept", "fused")
 
 
 def main() -> None:
@@ -44,7 +46,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "generate-h200.json")
     parser.add_argument("--seconds", type=float, default=240, help="leave out what does not fit")
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--compiled", action="store_true", help="also stock generate, compiled")
+    parser.add_argument("--compiled", action="store_true", help="also the compiled decode step, and stock generate, compiled")
+    parser.add_argument("--model", type=Path, help="folder of a real model, for logits")
     parser.add_argument("--commit", help="of the source, where git does not know")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of a few kilobytes and short inputs, to see that it runs")
@@ -61,7 +64,7 @@ class Benchmark:
     """One run: the model, its parts in order, and the file that they fill."""
 
     def __init__(self, arguments: argparse.Namespace):
-        self.out, self.device, self.compiled = arguments.out, arguments.device, arguments.compiled
+        self.out, self.device, self.compiled, self.folder = arguments.out, arguments.device, arguments.compiled, arguments.model
         self.stop = time.monotonic() + arguments.seconds
         self.sizes = TINY if arguments.tiny else SIZES
         self.layers = min(2, arguments.layers) if arguments.tiny else arguments.layers
@@ -72,34 +75,53 @@ class Benchmark:
         self.result |= {"model": self.sizes | {"num_hidden_layers": self.layers}, "records": [], "skipped": [], "errors": []}
 
     def run(self) -> None:
-        """All parts; dense first, then the same weights packed, in place."""
+        """All parts; dense first, then the same weights packed, then fused, in place."""
         self.part("logits", self.logits)
+        if self.folder is not None:
+            self.part("logits of a real model", self.real_logits)
         start = time.monotonic()
         model = make_model(self.sizes, self.layers, self.device)
         synchronize(self.device)
         print(f"model made in {time.monotonic() - start:.1f} s", flush=True)
         self.measure(model, "dense")
-        start = time.monotonic()
-        pack(model)
-        reason = prepare(model, self.device)
-        synchronize(self.device)
-        self.result["packed_s"] = round(time.monotonic() - start, 2)
-        print(f"packed, and kernels ready, in {self.result['packed_s']} s; {reason or 'with kernels'}", flush=True)
+        self.result["packed_s"] = self.change(lambda: pack(model), model)
         self.result["paths"] = paths(model, [1, 16, *self.prompts], self.device)
         self.measure(model, "kept")
+        self.result["fused_s"] = self.change(lambda: fuse(model), model)
+        self.result["paths"] |= paths(model, [1, 16, *self.prompts], self.device)
+        self.measure(model, "fused")
         if self.compiled:
-            self.part("generate, kept", lambda: self.generate(model, "kept"))
+            # Dense last: a change of kind takes seconds, compiling minutes.
+            self.measure_compiled(model, "fused")
+            unfuse(model)
+            self.measure_compiled(model, "kept")
             unpack(model)
-            self.part("generate, dense", lambda: self.generate(model, "dense"))
+            self.measure_compiled(model, "dense")
         print_result(self.result)
 
+    def change(self, work: Callable[[], None], model: nn.Module) -> float:
+        """Seconds to change the kind of the model, kernels included."""
+        start = time.monotonic()
+        work()
+        reason = prepare(model, self.device)
+        synchronize(self.device)
+        seconds = round(time.monotonic() - start, 2)
+        print(f"changed, and kernels ready, in {seconds} s; {reason or 'with kernels'}", flush=True)
+        return seconds
+
     def measure(self, model: nn.Module, kind: str) -> None:
-        """The parts that both kinds of the model go through."""
+        """The parts that every kind of the model goes through."""
         for batch in (1, 16):
             self.part(f"decode step of {batch}, {kind}", lambda batch=batch: self.decode_step(model, kind, batch))
         for tokens in self.prompts:
             self.part(f"prefill of {tokens}, {kind}", lambda tokens=tokens: self.prefill(model, kind, tokens))
         self.part(f"memory, {kind}", lambda: self.memory(model, kind))
+
+    def measure_compiled(self, model: nn.Module, kind: str) -> None:
+        """The parts that compile first."""
+        self.part(f"compiled decode step of 1, {kind}", lambda: self.decode_step(model, kind, 1, compiled=True))
+        self.part(f"generate, {kind}", lambda: self.generate(model, kind))
+        self.part(f"compiled decode step of 16, {kind}", lambda: self.decode_step(model, kind, 16, compiled=True))
 
     def part(self, name: str, work: Callable[[], None]) -> None:
         """Do it if there is time, and write the file."""
@@ -118,23 +140,21 @@ class Benchmark:
         self.out.write_text(json.dumps(self.result, indent=1) + "\n")
 
     def add(self, part: str, size: int, kind: str, value: float, unit: str, **more: Any) -> None:
-        """Put a value of one kind into the record of its part; with both, the ratio: larger is better, but for bytes."""
+        """Put a value of one kind into the record of its part; with dense, the ratio: larger is better, but for bytes."""
         records = self.result["records"]
         record = next((r for r in records if (r["part"], r["size"]) == (part, size)), None)
         if record is None:
             record = {"part": part, "size": size, "unit": unit}
             records.append(record)
         record |= {kind: value if unit == "bytes" else round(value, 5)} | {f"{kind}_{name}": fact for name, fact in more.items()}
-        if "dense" in record and "kept" in record:
-            if unit == "bytes":
-                ratio = record["kept"] / max(1, record["dense"])
-                target = MEMORY_TARGET if self.layers == 32 else None  # of fewer, embedding and head are the larger part
-                met = target is not None and ratio <= target
-            else:
-                ratio = record["dense"] / record["kept"]
-                target = TARGETS.get(part, {}).get(size)
-                met = target is not None and ratio >= target
-            record |= {"ratio": round(ratio, 4), "target": target, "met": None if target is None else met}
+        # Of fewer layers, embedding and head are the larger part.
+        memory_target = MEMORY_TARGET if self.layers == 32 else None
+        target = memory_target if unit == "bytes" else TARGETS.get(part, {}).get(size)
+        for name, prefix in (("kept", ""), ("fused", "fused_")):
+            if "dense" in record and name in record:
+                ratio = record[name] / max(1, record["dense"]) if unit == "bytes" else record["dense"] / record[name]
+                met = None if target is None else (ratio <= target if unit == "bytes" else ratio >= target)
+                record |= {f"{prefix}ratio": round(ratio, 4), "target": target, f"{prefix}met": met}
 
     # ---- parts ---------------------------------------------------------------------------------------------------------------
 
@@ -144,21 +164,24 @@ class Benchmark:
         times = [timed(lambda: model(input_ids=prompt, use_cache=False, logits_to_keep=1), self.device) for _ in range(4)][1:]
         self.add("prefill", tokens, kind, statistics.median(times), "ms", spread=spread(times))
 
-    def decode_step(self, model: nn.Module, kind: str, batch: int) -> None:
-        """One token for each sequence of a batch, whose cache is half full, as one CUDA graph."""
+    def decode_step(self, model: nn.Module, kind: str, batch: int, compiled: bool = False) -> None:
+        """One token for each sequence of a batch, whose cache is half full, as one CUDA graph; of compiled code, if asked for."""
         from transformers import StaticCache
+
+        torch._dynamo.reset()
+        forward = torch.compile(model, fullgraph=True) if compiled else model
 
         cache, first = StaticCache(config=model.config, max_cache_len=self.cache_length), self.cache_length // 2
         tokens = torch.randint(self.sizes["vocab_size"], (batch, 1), device=self.device)
 
         def step() -> Tensor:
-            return model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+            return forward(input_ids=tokens, past_key_values=cache, use_cache=True).logits
 
         def rewind() -> None:
             for layer in cache.layers:
                 layer.cumulative_length.fill_(first)
 
-        step()  # makes the cache's tensors
+        model(input_ids=tokens, past_key_values=cache, use_cache=True)  # makes the cache's tensors
         for layer in cache.layers:
             layer.keys.normal_()
             layer.values.normal_()
@@ -193,7 +216,8 @@ class Benchmark:
         for _ in range(REPEATS):
             rewind()
             times.append(timed(steps, self.device) / STEPS)
-        self.add("decode step", batch, kind, statistics.median(times), "ms", spread=spread(times), graph_against_eager=difference)
+        part = "compiled decode step" if compiled else "decode step"
+        self.add(part, batch, kind, statistics.median(times), "ms", spread=spread(times), graph_against_eager=difference)
 
     def generate(self, model: nn.Module, kind: str) -> None:
         """Stock generate, which compiles the model for its static cache; lengths are those of the warm-up."""
@@ -225,26 +249,46 @@ class Benchmark:
         self.add("memory of weights", self.layers, kind, sum(storages.values()), "bytes")
 
     def logits(self) -> None:
-        """Errors of teacher-forced logits against float32, of cuBLAS and of ours, on two layers of the same widths."""
-        model = make_model(self.sizes, 2, self.device)
-        reference = copy.deepcopy(model).float()
+        """Errors of two layers of the same widths, on random tokens."""
         inputs = [torch.randint(self.sizes["vocab_size"], (1, tokens), device=self.device) for tokens in self.logit_tokens]
+        self.compare_logits("logits error", make_model(self.sizes, 2, self.device), inputs)
+
+    def real_logits(self) -> None:
+        """Errors of a model with real weights, pruned by magnitude, on the text of our README."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from hf_sparse24 import prune
+
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16).eval().requires_grad_(False)
+        prune(model, method="magnitude")
+        text = (ROOT / "README.md").read_text()
+        ids = AutoTokenizer.from_pretrained(self.folder)(text, return_tensors="pt")["input_ids"].to(self.device)
+        inputs = [ids[:, :tokens] for tokens in self.logit_tokens if tokens <= ids.shape[1]]
+        self.result["real_model"] = model.config.to_diff_dict() | {"_name_or_path": self.folder.name}
+        self.compare_logits(f"logits error, {self.folder.name}", model.to(self.device), inputs)
+
+    def compare_logits(self, part: str, model: nn.Module, inputs: list[Tensor]) -> None:
+        """Errors of teacher-forced logits against float32, of cuBLAS, of ours, and of ours fused."""
+        reference = copy.deepcopy(model).float()
         exact = [reference(input_ids=ids, use_cache=False).logits for ids in inputs]
         del reference
-        dense = [model(input_ids=ids, use_cache=False).logits.float() for ids in inputs]
-        pack(model)
-        prepare(model, self.device)
-        for ids, right, cublas in zip(inputs, exact, dense, strict=True):
-            ours = model(input_ids=ids, use_cache=False).logits.float()
-            errors = {name: (y - right).abs() for name, y in (("dense", cublas), ("kept", ours))}
-            record = {"part": "logits error", "size": ids.shape[1], "unit": "logits", "largest_logit": round(right.abs().max().item(), 4)}
-            for name, error in errors.items():
-                record |= {name: error.mean().item(), f"{name}_max": error.max().item()}
-            ratio = record["kept"] / max(record["dense"], 1e-30)
-            record |= {"ratio": round(ratio, 4), "max_ratio": round(record["kept_max"] / max(record["dense_max"], 1e-30), 4)}
+        found: dict[str, list[Tensor]] = {}
+        for kind, change in (("dense", None), ("kept", pack), ("fused", fuse)):
+            if change is not None:
+                change(model)
+                prepare(model, self.device)
+            found[kind] = [model(input_ids=ids, use_cache=False).logits.float() for ids in inputs]
+        for index, (ids, right) in enumerate(zip(inputs, exact, strict=True)):
+            record = {"part": part, "size": ids.shape[1], "unit": "logits", "largest_logit": round(right.abs().max().item(), 4)}
+            for kind in KINDS:
+                error = (found[kind][index] - right).abs()
+                record |= {kind: error.mean().item(), f"{kind}_max": error.max().item()}
             # With one token there are too few independent values for a mean: reported only.
             target = LOGITS_TARGET if ids.shape[1] >= 16 else None
-            record |= {"target": target, "met": None if target is None else ratio <= target}
+            for kind, prefix in (("kept", ""), ("fused", "fused_")):
+                ratio = record[kind] / max(record["dense"], 1e-30)
+                record |= {f"{prefix}ratio": round(ratio, 4), "target": target, f"{prefix}met": None if target is None else ratio <= target}
+                record[f"{prefix}max_ratio"] = round(record[f"{kind}_max"] / max(record["dense_max"], 1e-30), 4)
             self.result["records"].append(record)
 
 
@@ -289,27 +333,48 @@ def pack(model: nn.Module) -> None:
         model.set_submodule(name, packed)
 
 
+def fuse(model: nn.Module) -> None:
+    from hf_sparse24 import fuse_projections
+
+    fuse_projections(model)
+
+
+def unfuse(model: nn.Module) -> None:
+    from hf_sparse24 import unfuse_projections
+
+    unfuse_projections(model)
+
+
 def unpack(model: nn.Module) -> None:
     for name, linear in linears(model).items():
         model.set_submodule(name, linear.to_linear())
+
+
+def weights(model: nn.Module) -> dict[tuple[int, int], bool]:
+    """Shape of each product -> whether cuSPARSELt's metadata is there; the projections of a group are one."""
+    found = {}
+    for linear in linears(model).values():
+        group = getattr(linear, "group", None)
+        first = group.layers[0] if group else linear
+        n = sum(group.rows) if group else linear.out_features
+        found[n, linear.in_features] = getattr(first, "metadata", None) is not None
+    return found
 
 
 def prepare(model: nn.Module, device: str) -> str | None:
     """Build and load the kernels; or why there are none."""
     from hf_sparse24.kernels import dispatch
 
-    shapes = {(linear.out_features, linear.in_features) for linear in linears(model).values()}
-    return dispatch.prepare("sparse-24-bitmask", shapes, torch.bfloat16, torch.device(device))
+    return dispatch.prepare("sparse-24-bitmask", set(weights(model)), torch.bfloat16, torch.device(device))
 
 
 def paths(model: nn.Module, rows: list[int], device: str) -> dict[str, str]:
     """Which path each shape of weight takes for so many rows of x."""
     from hf_sparse24.kernels import dispatch
 
-    layers = {(layer.out_features, layer.in_features): layer for layer in linears(model).values()}
     return {
-        f"{n}x{k} M={m}": dispatch.explain(n, k, m, torch.bfloat16, device, layer.metadata is not None).path
-        for (n, k), layer in layers.items()
+        f"{n}x{k} M={m}": dispatch.explain(n, k, m, torch.bfloat16, device, has_metadata).path
+        for (n, k), has_metadata in weights(model).items()
         for m in rows
     }
 
@@ -370,10 +435,11 @@ def environment(commit: str | None, device: str) -> dict[str, Any]:
 
 def print_result(result: dict[str, Any]) -> None:
     for r in result["records"]:
-        values = [f"{kind} {r[kind]:.6g}" for kind in ("dense", "kept") if kind in r]
-        ratio = f"ratio {r['ratio']:.3f}" if "ratio" in r else ""
-        target = "" if r.get("target") is None else f"of {r['target']} {'met' if r['met'] else 'MISSED'}"
-        print(f"{r['part']:24} {r['size']:6}  {', '.join(values)} {r['unit']}  {ratio} {target}")
+        values = ", ".join(f"{kind} {r[kind]:.6g}" for kind in KINDS if kind in r)
+        ratios = ", ".join(f"{r[name]:.3f}" for name in ("ratio", "fused_ratio") if name in r)
+        met = [r[name] for name in ("met", "fused_met") if r.get(name) is not None]
+        target = f"of {r['target']}: " + ", ".join("met" if one else "MISSED" for one in met) if met else ""
+        print(f"{r['part']:24} {r['size']:6}  {values} {r['unit']}  ratio {ratios} {target}")
     for name in ("errors", "skipped"):
         if result[name]:
             print(f"{name}: {result[name]}")

@@ -5,6 +5,7 @@ Importing registers with Transformers: `from_pretrained` opens sparse checkpoint
 
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig
 from hf_sparse24.errors import CheckpointError
+from hf_sparse24.fusion import FusionReport, fuse_projections, unfuse_projections
 from hf_sparse24.integration import load as _load
 from hf_sparse24.integration import save as _save
 from hf_sparse24.linear import Sparse24Linear, SparseBitmaskLinear
@@ -19,6 +20,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "CheckpointError",
     "DenseSparsityConfig",
+    "FusionReport",
     "ModelCompressor",
     "PruneReport",
     "QuantizationScheme",
@@ -28,5 +30,7 @@ __all__ = [
     "SparseBitmaskLinear",
     "SparsityConfig",
     "__version__",
+    "fuse_projections",
     "prune",
+    "unfuse_projections",
 ]

@@ -152,10 +152,16 @@ class SparsityConfig(BaseModel, QuantizationConfigMixin):
 
 
 class Sparse24Config(SparsityConfig):
-    """Weights with at most two non-zeros in every group of four, stored as `sparse-24-bitmask`; the fields are `SparsityConfig`'s."""
+    """Weights with at most two non-zeros in every group of four, stored as `sparse-24-bitmask`; the fields are `SparsityConfig`'s.
+
+    Args:
+        fuse_projections: On load: q/k/v and gate/up of layers that stay packed share one weight and one product.  Not stored.
+    """
 
     format: ClassVar[str] = "sparse-24-bitmask"
     structure: ClassVar[str | None] = "2:4"
+
+    fuse_projections: bool = False
 
 
 class SparseBitmaskConfig(SparsityConfig):

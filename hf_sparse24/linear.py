@@ -18,6 +18,7 @@ from hf_sparse24.compressors import BaseCompressor, PackedTensorError, Sparse24C
 from hf_sparse24.compressors.base import Spec, specs_of
 from hf_sparse24.kernels import dispatch, ops
 from hf_sparse24.kernels.cusparselt import CusparseltError, CusparseltWeight
+from hf_sparse24.projection_group import SHARED, ProjectionGroup
 
 logger = logging.get_logger(__name__)
 # Parts that hold sizes.
@@ -308,6 +309,15 @@ class Sparse24Linear(SparseLinear):
     """A linear layer whose weight keeps two of every four values; 9/16 of the bytes of bfloat16, 10/16 with `prepare`."""
 
     compressor: ClassVar[BaseCompressor] = Sparse24Compressor()
+    # Set on layers that share one packed weight with their siblings (fusion.py).
+    group: ProjectionGroup | None = None
+    index_in_group: int = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features); columns of the group's product if the layer is fused."""
+        if self.group is not None and (y := self.group.columns_of(self.index_in_group, x)) is not None:
+            return y
+        return super().forward(x)
 
     def prepare(self) -> str | None:
         """Put cuSPARSELt's metadata behind the values, for products with many rows; takes two dense weights for a moment.
@@ -317,6 +327,8 @@ class Sparse24Linear(SparseLinear):
         Returns:
             Why not, or None if it was done.
         """
+        if self.group is not None:
+            return self.group.prepare()
         if reason := dispatch.why_not("cusparselt", self.compressed.device, self.compressed.dtype):
             return reason
         try:
@@ -331,12 +343,28 @@ class Sparse24Linear(SparseLinear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Sparse24Linear":
         self.metadata = None  # it would be moved on its own
         super()._apply(fn, recurse)
-        self.prepare()
+        if self.group is None:
+            self.prepare()
+        else:
+            self.group.share_again()
         return self
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.group is None or keep_vars or self.compressed.is_meta:
+            return
+        for name in SHARED:
+            if (key := f"{prefix}{name}") in destination:
+                # The same memory under a storage of its own: writers of files look for tensors that share one.
+                destination[key] = torch.from_dlpack(destination[key].view(torch.uint8)).view(destination[key].dtype)
+
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the metadata would be one of the values, too.
-        return {**self.__dict__, "_buffers": {**self._buffers, "metadata": None}}
+        # A copy of the metadata would be one of the values, too; so would be a pickled view of the group's.
+        state = {**self.__dict__, "_buffers": {**self._buffers, "metadata": None}}
+        if state.pop("group", None) is not None:
+            copies = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in self._parameters.items() if p is not None}
+            state["_parameters"] = {**self._parameters, **copies}
+        return state
 
 
 class SparseBitmaskLinear(SparseLinear):

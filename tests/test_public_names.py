@@ -9,6 +9,7 @@ import hf_sparse24
 PUBLIC_NAMES = {
     "CheckpointError",
     "DenseSparsityConfig",
+    "FusionReport",
     "ModelCompressor",
     "PruneReport",
     "QuantizationScheme",
@@ -18,7 +19,9 @@ PUBLIC_NAMES = {
     "SparseBitmaskLinear",
     "SparsityConfig",
     "__version__",
+    "fuse_projections",
     "prune",
+    "unfuse_projections",
 }
 CONFIG_DEFAULTS = {
     "targets": ["Linear"],
@@ -29,6 +32,7 @@ CONFIG_DEFAULTS = {
     "run_compressed": None,
     "global_sparsity": 0.0,
 }
+SPARSE24_DEFAULTS = {**CONFIG_DEFAULTS, "fuse_projections": False}
 # Subcommand -> its flags, without --help.
 COMMAND_LINE: dict[str, set[str]] = {
     "compress": {"--format", "--ignore", "--json", "--on-dense", "--quantization", "--readable-by", "--targets"},
@@ -47,7 +51,7 @@ def test_public_names_are_the_listed_ones():
 
 @pytest.mark.parametrize("name", ["DenseSparsityConfig", "Sparse24Config", "SparseBitmaskConfig"])
 def test_config_fields_and_defaults_are_the_listed_ones(name):
-    assert getattr(hf_sparse24, name)().model_dump() == CONFIG_DEFAULTS
+    assert getattr(hf_sparse24, name)().model_dump() == (SPARSE24_DEFAULTS if name == "Sparse24Config" else CONFIG_DEFAULTS)
 
 
 @pytest.fixture

@@ -89,13 +89,17 @@ def _get_hf_quantizer(
     own = getattr(config, "quantization_config", None)  # of a model that was loaded before, or a dict that says how to load
     stored = own.run_compressed if isinstance(own, SparsityConfig) else sparsity.run_compressed
     asked = getattr(quantization_config, "run_compressed", None)
+    fused = getattr(quantization_config, "fuse_projections", False)
     if reason := why_unpacked(asked, stored, sparsity.compressor.format):
+        if fused:
+            warn(f"fuse_projections=True has no effect on dense layers: {reason}")
         logger.info(f"loading dense layers: {reason}")
         return original(_without_our_config(config, declared=True), None, device_map, *args, **kwargs)
     config = copy.copy(config)
     sparsity.run_compressed = True
     config.quantization_config = sparsity
     quantizer = Sparse24HfQuantizer(sparsity, pre_quantized=True)
+    quantizer.fuse_projections = fused
     quantizer.validate_environment(device_map=device_map)
     return quantizer, config, device_map
 
@@ -117,7 +121,7 @@ def why_unpacked(asked: bool | None, stored: bool | None, format: str) -> str | 
 
 def _warn_of_ignored_options(quantization_config: Any) -> None:
     if isinstance(quantization_config, SparsityConfig):
-        ignored = quantization_config.model_fields_set - {"run_compressed"}
+        ignored = quantization_config.model_fields_set - {"run_compressed", "fuse_projections"}
         if ignored:
             warn(f"this checkpoint is packed already: {', '.join(sorted(ignored))} of the quantization_config is ignored")
 

@@ -27,6 +27,7 @@ from hf_sparse24.compressors import PackedTensorError
 from hf_sparse24.compressors.base import specs_of
 from hf_sparse24.config import SparsityConfig
 from hf_sparse24.errors import CheckpointError, warn
+from hf_sparse24.fusion import fuse_projections, groups_of
 from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import SHAPE_PARTS, PackedLinear, Sparse24Linear
 from hf_sparse24.modules import LAYERS, left_out, listed, packable_modules, packed_layers, refusal, tied_names
@@ -49,6 +50,7 @@ class Sparse24HfQuantizer(HfQuantizer):
         self.kept: dict[str, str] = {}
         self.left_dense: dict[str, str] = {}
         self.refused: dict[str, str] = {}
+        self.fuse_projections: bool = getattr(quantization_config, "fuse_projections", False)
         self._packed: dict[str, PackedSlice] = {}
         self._targets: set[str] = set()
         # Set while a model loads; a reference kept longer would make the model unpicklable.
@@ -104,7 +106,10 @@ class Sparse24HfQuantizer(HfQuantizer):
             self.quantization_config.global_sparsity = sparsity_of(model)
         complete_scheme(kept, self.quantization_config)
         mark_as_packed(model, self)
-        prepare_kernels(kept)
+        if self.fuse_projections:
+            report = fuse_projections(model)
+            logger.info(f"projections of {len(report.fused)} modules are fused; left alone: {listed(report.left_alone)}")
+        prepare_kernels(kept, model.dtype)
         if self.left_dense:
             logger.info(f"{len(self.left_dense)} packed or targeted weights were left dense: {listed(self.left_dense)}")
         return model
@@ -119,6 +124,8 @@ class Sparse24HfQuantizer(HfQuantizer):
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Make every packed layer a plain `nn.Linear`, in place; the model then saves dense.  `dtype` casts those layers only."""
         conversions, own_dtype = getattr(model, "_weight_conversions", None), model.dtype
+        for group in groups_of(model):
+            group.dissolve(copy=False)
         for name, layer in packed_layers(model).items():
             linear = layer.to_linear()
             # Scales, which give a dequantised weight its dtype, keep their own in a model of any.
@@ -327,16 +334,19 @@ def _check_layer(name: str, layer: PackedLinear) -> None:
         raise CheckpointError(f"packed layer {name}: {error}") from None
 
 
-def prepare_kernels(layers: Mapping[str, PackedLinear]) -> None:
-    """Do what the layers' first calls would wait for; warn once about layers for which there is no kernel."""
-    by_kind: dict[tuple[str, torch.dtype, torch.device], set[tuple[int, int]]] = {}
+def prepare_kernels(layers: Mapping[str, PackedLinear], dtype: torch.dtype) -> None:
+    """Do what the layers' first calls, with x of a dtype, would wait for; warn once about layers for which there is no kernel."""
+    by_kind: dict[tuple[str, torch.dtype, bool, torch.device], set[tuple[int, int]]] = {}
     for layer in layers.values():
-        kind = layer.compressor.format, layer.values.dtype, dispatch.with_index(layer.values.device)
-        by_kind.setdefault(kind, set()).add((layer.out_features, layer.in_features))
-    for (format, dtype, device), shapes in by_kind.items():
+        quantize_x = isinstance(layer, QuantizedLinear) and layer.quantize_x
+        kind = layer.compressor.format, layer.values.dtype, quantize_x, dispatch.with_index(layer.values.device)
+        group = layer.group if isinstance(layer, Sparse24Linear) else None
+        by_kind.setdefault(kind, set()).add((sum(group.rows) if group else layer.out_features, layer.in_features))
+    for (format, values, quantize_x, device), shapes in by_kind.items():
         if device.type == "meta":  # offloaded to disk
             continue
-        if reason := dispatch.prepare(format, shapes, dtype, device):
+        narrow = values if format == dispatch.QUANTIZED24 else None
+        if reason := dispatch.prepare(format, shapes, dtype if narrow else values, device, values=narrow, quantize_x=quantize_x):
             logger.warning_once(f"packed layers unpack their weight for every call, because {reason}")
     for layer in layers.values():
         if isinstance(layer, Sparse24Linear):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.compressors import Sparse24Compressor
+from hf_sparse24.compressors import QuantizedCompressor, Sparse24Compressor
 from hf_sparse24.errors import warn
 from hf_sparse24.kernels import cost, cusparselt
 from hf_sparse24.kernels.compile import KernelCompileError, arch_of, compile_all, load_kernel
@@ -32,6 +32,7 @@ KERNELS = (MmaSp, WgmmaSp)
 PATHS = (*(kernel.source for kernel in KERNELS), "cusparselt", "widen", "unpack")
 MIN_CAPABILITY = (8, 0)
 SPARSE24 = Sparse24Compressor.format
+QUANTIZED24 = QuantizedCompressor(Sparse24Compressor()).format
 DTYPES = (torch.bfloat16, torch.float16)
 DTYPES_8BIT = (torch.float8_e4m3fn, torch.int8)
 # More rows than `mma_sp` is for, and fewer than cuSPARSELt is.
@@ -345,7 +346,7 @@ def prepare(
         Why there is no kernel for them, or None.
     """
     device = with_index(device)
-    if format != SPARSE24:
+    if format not in (SPARSE24, QUANTIZED24):
         return f"there is no kernel for {format}"
     reasons = [why_not(kernel.source, device, dtype, values) for kernel in KERNELS]
     if None not in reasons:
@@ -375,7 +376,7 @@ def why_not_kept(format: str = SPARSE24) -> str | None:
     Args:
         format: Of the checkpoint.
     """
-    if format != SPARSE24:
+    if format not in (SPARSE24, QUANTIZED24):
         return f"there is no kernel for {format}"
     if not torch.cuda.is_available():
         return "no GPU is visible"

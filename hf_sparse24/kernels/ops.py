@@ -14,6 +14,8 @@ LIB.define("unpack(Tensor compressed, Tensor bitmask, int in_features) -> Tensor
 LIB.define("linear(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, Tensor? metadata, int in_features) -> Tensor")
 # The same without gradients: the registration of these costs each call some microseconds, also where none are wanted.
 LIB.define("linear_inference(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, Tensor? metadata, int in_features) -> Tensor")
+# One product with weights whose rows follow each other in memory, as if they were one.  Without gradients.
+LIB.define("linear_group(Tensor x, Tensor[] compressed, Tensor[] bitmask, Tensor[] bias, Tensor? metadata, int in_features) -> Tensor")
 LIB.define("linear_grad_x(Tensor grad_y, Tensor compressed, Tensor bitmask, int in_features) -> Tensor")
 LIB.define("dequantize_8bit(Tensor compressed, Tensor bitmask, Tensor weight_scale, int in_features) -> Tensor")
 LIB.define("dequantize_marlin24(Tensor weight_packed, Tensor meta, Tensor scale_packed, int num_bits, bool scales_permuted) -> Tensor")
@@ -39,27 +41,15 @@ def _linear_grad_x(grad_y: Tensor, compressed: Tensor, bitmask: Tensor, in_featu
 # what it divides them; nothing here rounds x, and a kernel may, with a result that is as far from this one as such rounding is.
 
 
-def _linear_8bit(
-    x: Tensor,
-    compressed: Tensor,
-    bitmask: Tensor,
-    weight_scale: Tensor,
-    input_scale: Tensor | None,
-    bias: Tensor | None,
-    in_features: int,
-    quantize_x: bool,
-) -> Tensor:
-    return reference.linear_8bit(x, compressed, bitmask, weight_scale, bias, in_features)
-
-
 for _name, _implementation in (
     ("unpack", _unpack),
     ("linear", plans.linear),
     ("linear_inference", plans.linear),
+    ("linear_group", plans.linear_group),
     ("linear_grad_x", _linear_grad_x),
     ("dequantize_8bit", reference.dequantize_8bit),
     ("dequantize_marlin24", reference.dequantize_marlin24),
-    ("linear_8bit", _linear_8bit),
+    ("linear_8bit", plans.linear_8bit),
     ("linear_marlin24", reference.linear_marlin24),
 ):
     LIB.impl(_name, _implementation, "CompositeExplicitAutograd")
@@ -75,6 +65,14 @@ def _unpack_fake(compressed: Tensor, bitmask: Tensor, in_features: int) -> Tenso
 def _linear_fake(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, metadata: Tensor | None, in_features: int) -> Tensor:
     torch._check(x.shape[-1] == in_features, lambda: f"x has {x.shape[-1]} features, the weight {in_features}")
     return x.new_empty(*x.shape[:-1], bitmask.shape[0])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear_group", lib=LIB)
+def _linear_group_fake(
+    x: Tensor, compressed: list[Tensor], bitmask: list[Tensor], bias: list[Tensor], metadata: Tensor | None, in_features: int
+) -> Tensor:
+    torch._check(x.shape[-1] == in_features, lambda: f"x has {x.shape[-1]} features, the weight {in_features}")
+    return x.new_empty(*x.shape[:-1], sum(rows.shape[0] for rows in bitmask))
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_grad_x", lib=LIB)
@@ -166,6 +164,7 @@ torch.library.register_autograd(f"{NAMESPACE}::linear_marlin24", _linear_marlin2
 unpack = getattr(torch.ops, NAMESPACE).unpack.default
 linear = getattr(torch.ops, NAMESPACE).linear.default
 linear_inference = getattr(torch.ops, NAMESPACE).linear_inference.default
+linear_group = getattr(torch.ops, NAMESPACE).linear_group.default
 linear_grad_x = getattr(torch.ops, NAMESPACE).linear_grad_x.default
 dequantize_8bit = getattr(torch.ops, NAMESPACE).dequantize_8bit.default
 dequantize_marlin24 = getattr(torch.ops, NAMESPACE).dequantize_marlin24.default

@@ -1,12 +1,12 @@
 """What runs for a product, found once for each weight and number of rows, and kept by address: a plan holds no tensor."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_sparse24.kernels import cusparselt, dispatch, reference
-from hf_sparse24.kernels.sparse_mma import Start, WeightAt
+from hf_sparse24.kernels.sparse_mma import SCALE_TYPES, Start, WeightAt
 
 ALIGNMENT = 16  # bytes, of all that a kernel reads
 EARLY_CAPABILITY = (9, 0)
@@ -17,14 +17,14 @@ class Plan:
 
     def __init__(self, path: str, out_features: int, start: Start | None = None):
         self.path, self.out_features, self.start = path, out_features, start
-        self.versions: tuple[int, int] | None = None
+        self.versions: tuple[int, ...] | None = None
 
-    def run(self, x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-        """The product, by a kernel; `values` and `positions` are what it reads of the weight."""
+    def run(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """The product, by a kernel; the versions of `weights` tell of a change to what it reads."""
         assert self.start is not None
         y = x.new_empty((*x.shape[:-1], self.out_features))
         index = x.get_device()
-        early = self.may_start_early(values, positions)
+        early = self.may_start_early(weights)
         if index == torch._C._cuda_getDevice():
             self.start(x, y, early)
         else:
@@ -32,18 +32,18 @@ class Plan:
                 self.start(x, y, early)
         return y
 
-    def may_start_early(self, values: Tensor, positions: Tensor) -> bool:
+    def may_start_early(self, weights: Sequence[Tensor]) -> bool:
         """Whether the kernel may fetch its weight while the kernel before it still runs, which pays in CUDA graphs.
 
         It must not where that one writes the weight: so only if a call outside of a graph has read it, and it has not been changed
         since.
         """
         try:
-            versions = values._version, positions._version
+            versions = tuple(weight._version for weight in weights)
         except RuntimeError:  # tensors of inference mode are not counted
             return False
         if torch._C._cuda_isCurrentStreamCapturing():
-            return self.versions == versions and torch.cuda.get_device_capability(values.device) >= EARLY_CAPABILITY
+            return self.versions == versions and torch.cuda.get_device_capability(weights[0].device) >= EARLY_CAPABILITY
         self.versions = versions
         return False
 
@@ -64,8 +64,23 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def linear(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, metadata: Tensor | None, in_features: int) -> Tensor:
-    """x W^T + bias with values as wide as x; see `reference.linear`.  `metadata` is cuSPARSELt's, behind the values, or None."""
+def _where(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous())
+
+
+def linear(
+    x: Tensor,
+    compressed: Tensor,
+    bitmask: Tensor,
+    bias: Tensor | None,
+    metadata: Tensor | None,
+    in_features: int,
+    counted: Sequence[Tensor] = (),
+) -> Tensor:
+    """x W^T + bias with values as wide as x; see `reference.linear`.  `metadata` is cuSPARSELt's, behind the values, or None.
+
+    `counted` are the tensors whose versions tell of a change to the weight, where these are not `compressed` and `bitmask`.
+    """
     if not x.is_cuda:
         return reference.linear(x, compressed, bitmask, bias, in_features)
     x = _aligned(x)
@@ -78,7 +93,7 @@ def linear(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, 
     )
     plan = _PLANS.get(key) or _keep(key, _plan(x, compressed, bitmask, bias, metadata, in_features))
     if plan.start is not None:
-        return plan.run(x, compressed, bitmask)
+        return plan.run(x, counted or (compressed, bitmask))
     if plan.path == "cusparselt":
         return cusparselt.linear(x, _cusparselt_buffer(compressed, metadata), plan.out_features, bias)
     return reference.linear(x, compressed, bitmask, bias, in_features)
@@ -117,3 +132,88 @@ def _cusparselt_buffer(compressed: Tensor, metadata: Tensor | None) -> Tensor:
     assert metadata is not None
     start, size = compressed.storage_offset() * compressed.element_size(), compressed.nbytes + metadata.numel()
     return torch.empty(0, dtype=torch.uint8, device=compressed.device).set_(compressed.untyped_storage(), start, (size,), (1,))
+
+
+def linear_group(
+    x: Tensor, compressed: list[Tensor], bitmask: list[Tensor], bias: list[Tensor], metadata: Tensor | None, in_features: int
+) -> Tensor:
+    """x times the weights of several layers whose rows lie below each other; those that were moved apart are multiplied one by one."""
+    whole = [as_one(rows) for rows in (compressed, bitmask, bias) if rows]
+    if any(rows is None for rows in whole):
+        biases: Sequence[Tensor | None] = bias or [None] * len(compressed)
+        return torch.cat([linear(x, *weight, None, in_features) for weight in zip(compressed, bitmask, biases, strict=True)], dim=-1)
+    counted = (*compressed, *bitmask)
+    return linear(x, whole[0], whole[1], whole[2] if bias else None, metadata, in_features, counted)  # type: ignore[arg-type]
+
+
+def as_one(rows: Sequence[Tensor]) -> Tensor | None:
+    """Tensors whose rows follow each other in one allocation as one tensor, without a copy; None if they do not."""
+    first = rows[0]
+    storage, end = first.untyped_storage(), first.data_ptr()
+    for part in rows:
+        if part.data_ptr() != end or part.dtype != first.dtype or part.shape[1:] != first.shape[1:] or not part.is_contiguous():
+            return None
+        end += part.nbytes
+    if end > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.as_strided((sum(part.shape[0] for part in rows), *first.shape[1:]), (*first.shape[1:], 1))
+
+
+def linear_8bit(
+    x: Tensor,
+    compressed: Tensor,
+    bitmask: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    quantize_x: bool,
+) -> Tensor:
+    """x W^T + bias with values of 8 bits and their scales; see `reference.linear_8bit`.
+
+    The path `wgmma_sp` rounds x to the dtype of the values, where `quantize_x` allows it: by `input_scale` if there is one, else with
+    a scale for each row.  The other paths take x as it is.
+    """
+    if not x.is_cuda:
+        return reference.linear_8bit(x, compressed, bitmask, weight_scale, bias, in_features)
+    x = _aligned(x)
+    key = (
+        *(x.numel(), x.shape[-1:], x.dtype, x.get_device(), in_features, quantize_x),
+        *(_where(tensor) for tensor in (compressed, bitmask, weight_scale, input_scale, bias)),
+    )
+    plan = _PLANS.get(key) or _keep(key, _plan_8bit(x, compressed, bitmask, weight_scale, input_scale, bias, in_features, quantize_x))
+    if plan.start is not None:
+        return plan.run(x, (compressed, bitmask))
+    if plan.path == "widen":
+        wide = (compressed.to(torch.float32) * weight_scale.to(torch.float32).reshape(-1, 1)).to(x.dtype)
+        return linear(x, wide, bitmask, bias, None, in_features)
+    return reference.linear_8bit(x, compressed, bitmask, weight_scale, bias, in_features)
+
+
+def _plan_8bit(
+    x: Tensor,
+    compressed: Tensor,
+    bitmask: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    quantize_x: bool,
+) -> Plan:
+    out_features, values = bitmask.shape[0], compressed.dtype
+    scales = [scale for scale in (weight_scale, input_scale) if scale is not None]
+    fits = (
+        _fits(x, compressed, bitmask, bias, in_features)
+        and weight_scale.numel() in (1, out_features)
+        and (input_scale is None or input_scale.numel() == 1)
+        and all(scale.device == x.device and scale.is_contiguous() and scale.dtype in SCALE_TYPES for scale in scales)
+    )
+    if not fits:
+        return Plan("unpack", out_features)
+    rows = x.numel() // in_features
+    choice = dispatch.choose(out_features, in_features, rows, x.dtype, x.device, values=values, quantize_x=quantize_x)
+    if choice.config is None:
+        return Plan(choice.path, out_features)
+    with torch.cuda.device(x.device):
+        weight = WeightAt.of(compressed, bitmask, bias, weight_scale)
+        return Plan(choice.path, out_features, dispatch.starter(choice.config, weight, rows, x.dtype, values, input_scale))
