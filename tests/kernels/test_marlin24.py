@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_sparse24.kernels.compile import compile_kernel
-from hf_sparse24.kernels.marlin24 import CONFIGS
+from hf_sparse24.kernels.compile import compile_kernel, load_kernel
+from hf_sparse24.kernels.marlin24 import CONFIGS, Marlin24At
 from hf_sparse24.kernels.marlin24_reference import unpack_marlin24
 from tests.kernels.machine_code import instructions, resources
 
@@ -104,3 +104,30 @@ def test_machine_code_multiplies_on_sparse_tensor_cores_and_spills_nothing(arch)
         assert not [line for line in lines if "CALL" in line and "`(.L_" not in line], config
         assert not [line for line in lines if "LDL" in line or "STL" in line], config
         assert resources(code)["marlin24"].local_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("shape", [(64, 256, 2), (192, 4096, 32), (192, 4096, 1), (128, 416, 1)], ids=str)  # n, k, groups
+def test_product_is_within_rounding_of_the_reference_and_repeats(config, dtype, num_bits, shape):
+    n, k, groups = shape
+    if config.split > 1 and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("a cluster needs compute capability 9.0")
+    grouped = groups > 1
+    weight = random_weight(num_bits, *shape)
+    dense = unpack_marlin24(*weight, num_bits, grouped, torch.float32).cuda()
+    at = [part.cuda() for part in weight]
+    defines = config.defines(dtype, num_bits=num_bits, grouped=grouped, scales_permuted=grouped)
+    kernel = load_kernel("marlin24", "marlin24", 0, defines, config.shared_bytes)
+    bias = torch.randn(n, device="cuda").to(dtype)
+    for m in (1, 7, 8, 9, 16, 17, 33, 64):
+        x = (torch.randn(m, k, device="cuda") * 0.1 + 0.05).to(dtype)
+        start = config.starter(kernel, Marlin24At.of(*at, bias), m)
+        found = [torch.full((m, n), torch.nan, device="cuda", dtype=dtype) for _ in range(2)]
+        for y in found:
+            start(x, y, False)
+        bound = 2**-8 * (x.float().abs() @ dense.abs().t() + bias.float().abs())
+        assert ((found[0].float() - (x.float() @ dense.t() + bias.float())).abs() <= bound).all(), m
+        assert torch.equal(*found), m
