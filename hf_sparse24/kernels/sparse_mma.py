@@ -218,6 +218,7 @@ class _Api:
 
 @functools.cache
 def cuda_core() -> _Api:
+    """What launches kernels: one for all."""
     return _Api()
 
 
