@@ -129,7 +129,7 @@ class MmaSp:
         n, k = weight.n, weight.k
         groups, slots = -(-n // self.rows), _multiprocessors(weight.device_index) * self.min_blocks
         blocks = -(-groups // -(-groups // slots))  # as few as take as many turns
-        api = _api()
+        api = cuda_core()
         launch, stream, values, bitmask, bias = api.launch, api.stream_of(weight.device_index), weight.values, weight.bitmask, weight.bias
         configs = api.configs((blocks, -(-m // self.bn), 1), 1, self.threads, self.shared_bytes)
         scales = weight.scales, weight.scale_type, weight.scale_stride
@@ -188,7 +188,7 @@ class WgmmaSp:
         """What starts the kernel for m rows of x, which is contiguous and aligned to 16 bytes, as y is."""
         n, k = weight.n, weight.k
         clusters, size = -(-n // (self.bm * self.multicast)) * -(-m // self.bn), self.split * self.multicast
-        api = _api()
+        api = cuda_core()
         launch, stream, bitmask, bias, group = api.launch, api.stream_of(weight.device_index), weight.bitmask, weight.bias, self.group
         if self.split == 1:
             clusters = min(clusters, api.room(kernel, size, self.threads, self.shared_bytes, stream()))
@@ -284,7 +284,8 @@ class _Api:
 
 
 @functools.cache
-def _api() -> _Api:
+def cuda_core() -> _Api:
+    """What launches kernels: one for all."""
     return _Api()
 
 

@@ -1,0 +1,101 @@
+"""Weights of 4 or 8 bits in the layout of marlin-24, in every shape that `marlin24.cu` can be compiled for."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_sparse24.kernels.sparse_mma import Start, cuda_core
+
+
+@dataclass(frozen=True)
+class Marlin24At:
+    """Where a weight is, and its bias: addresses of contiguous tensors, so that a starter keeps no memory.
+
+    Args:
+        weight_packed: (K / 32, num_bits / 2 * N), int32.
+        meta: (K / 32, 2 * N), int16.
+        scales: (K / 128 or 1, N), float16.
+        bias: (N,), or 0.
+        n: Rows.
+        k: Columns.
+        device_index: As torch counts devices.
+    """
+
+    weight_packed: int
+    meta: int
+    scales: int
+    bias: int
+    n: int
+    k: int
+    device_index: int
+
+    @classmethod
+    def of(cls, weight_packed: Tensor, meta: Tensor, scales: Tensor, bias: Tensor | None) -> "Marlin24At":
+        """Of the tensors of a checkpoint."""
+        at = (weight_packed.data_ptr(), meta.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr())
+        return cls(*at, scales.shape[1], 32 * weight_packed.shape[0], scales.get_device())
+
+
+@dataclass(frozen=True)
+class Marlin24:
+    """`marlin24.cu`: few rows of x, from compute capability 8.0, from 9.0 with a split.  The fields are macros of the file."""
+
+    bn: int
+    depth: int
+    row_warps: int
+    column_warps: int
+    steps: int
+    split: int = 1
+    source: ClassVar[str] = "marlin24"
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.row_warps * self.column_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        x = self.bn * (128 * self.steps * self.column_warps * 2 + 16)
+        return max(2 * x, self.column_warps * self.bn * (64 * self.row_warps + 4) * 4)
+
+    def defines(self, dtype: torch.dtype, *, num_bits: int, grouped: bool, scales_permuted: bool) -> dict[str, int]:
+        """The macros."""
+        return {
+            "BF16": int(dtype == torch.bfloat16), "BITS": num_bits, "GROUPED": int(grouped), "PERMUTED": int(scales_permuted),
+            "BN": self.bn, "DEPTH": self.depth, "ROW_WARPS": self.row_warps, "COLUMN_WARPS": self.column_warps, "STEPS": self.steps,
+            "SPLIT": self.split,
+        }  # fmt: skip
+
+    def why_not(self, n: int, k: int, *, grouped: bool) -> str | None:
+        """Why the kernel cannot multiply by an (n, k) weight."""
+        if n % 64:
+            return f"out_features {n} is no multiple of 64"
+        multiple = 128 if grouped else 32
+        return f"in_features {k} is no multiple of {multiple}" if k % multiple else None
+
+    def starter(self, kernel: Any, weight: Marlin24At, m: int) -> Start:
+        """What starts the kernel for m rows of x, which is contiguous and aligned to 16 bytes, as y is."""
+        n, k, at, core = weight.n, weight.k, weight, cuda_core()
+        launch, stream = core.launch, core.stream_of(weight.device_index)
+        grid = (-(-n // (64 * self.row_warps)), -(-m // self.bn), 1)
+        # The grid counts clusters.
+        configs = core.configs(grid, self.split, self.threads, self.shared_bytes)
+
+        def start(x: Tensor, y: Tensor, early: bool) -> None:
+            args = (at.weight_packed, at.meta, at.scales, x.data_ptr(), at.bias, y.data_ptr(), m, n, k)
+            launch(stream(), configs[early], kernel, *args)
+
+        return start
+
+
+# Not measured yet: a few shapes that seem sensible.
+CONFIGS = (
+    Marlin24(bn=8, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
+    Marlin24(bn=16, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
+    Marlin24(bn=32, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
+    Marlin24(bn=8, depth=2, row_warps=2, column_warps=4, steps=2),
+    Marlin24(bn=16, depth=1, row_warps=2, column_warps=4, steps=1),
+)
