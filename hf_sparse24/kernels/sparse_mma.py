@@ -233,7 +233,7 @@ class QuantizeRows:
 
     def starter(self, kernel: Any, device_index: int, m: int, k: int, given: Tensor | None) -> Callable[[int, int, int, bool], None]:
         """What starts the kernel on addresses of x (m, k), q (m, k) and scales (m), float32; `given` is one scale for all rows."""
-        api = _api()
+        api = cuda_core()
         launch, stream, configs = api.launch, api.stream_of(device_index), api.configs((m, 1, 1), 1, self.threads, 0)
         given_at, given_type = (0, 0) if given is None else (given.data_ptr(), SCALE_TYPES[given.dtype])
 
