@@ -7,7 +7,7 @@ there is no zero point, and a zero stays a zero, so that a 2:4 weight stays 2:4.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -64,7 +64,7 @@ class QuantizationScheme(BaseModel):
         return {**fields, "format": name}
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _fits_together(self) -> "QuantizationScheme":
         if (self.strategy == "group") != (self.group_size is not None):
             raise ValueError(f"strategy {self.strategy!r} and group_size {self.group_size}: groups, and only groups, have a size")
         if self.num_bits == 4 and (self.type == "float" or self.activations or self.format in EIGHT_BIT):

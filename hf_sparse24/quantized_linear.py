@@ -7,7 +7,7 @@ changes its bias only: scales keep the dtype in which they were stored, and inte
 """
 
 from collections.abc import Callable
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class QuantizedLinear(PackedLinear):
         layer.quantize_x = scheme.activations is not None
         return layer
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         parts = [getattr(self, part) for part in self.part_names]
 
         def keep_dtype(tensor: Tensor) -> Tensor:

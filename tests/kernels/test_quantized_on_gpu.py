@@ -68,7 +68,7 @@ def test_one_scale_for_all_of_x_clips(ran):
 
 @pytest.mark.parametrize("quantize_x", [True, False])
 def test_cuda_graphs_replay_new_rows(quantize_x):
-    layer, dense = layer_of(1024, 2048, torch.float8_e4m3fn, quantize_x, bias=False)
+    layer, _ = layer_of(1024, 2048, torch.float8_e4m3fn, quantize_x, bias=False)
     for m in (1, 16, 128):
         x = products.random_x(m, 2048, torch.bfloat16)
         layer(x)
