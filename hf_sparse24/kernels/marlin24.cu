@@ -35,16 +35,23 @@ __device__ __forceinline__ u32 add(u32 a, u32 b) {
     return c;
 }
 
+// word & mask | magic in one instruction: the compiler takes two for two constants.
+__device__ __forceinline__ u32 masked(u32 word, u32 mask, u32 magic) {
+    u32 c;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(c) : "r"(word), "r"(mask), "r"(magic));
+    return c;
+}
+
 // Two numbers stored + 2^(BITS - 1), in the low BITS of each half: a float with a mantissa step of 1 holds them, less an offset.
-__device__ __forceinline__ u32 integers(u32 stored) {
+__device__ __forceinline__ u32 integers(u32 word) {
 #if BITS == 4 && BF16
-    return add(stored | 0x43004300, 0xC308C308);                                              // 128 + u - 136
+    return add(masked(word, 0x000F000F, 0x43004300), 0xC308C308);                                // 128 + u - 136
 #elif BITS == 4
-    return add(stored | 0x64006400, 0xE408E408);                                              // 1024 + u - 1032
+    return add(masked(word, 0x000F000F, 0x64006400), 0xE408E408);                                // 1024 + u - 1032
 #elif BF16
-    return add(stored & 0x007F007F | 0x43004300, 0xC380C380 ^ stored & 0x00800080);           // less 256, or 128 from u = 128
+    return add(masked(word, 0x007F007F, 0x43004300), 0xC380C380 ^ word & 0x00800080);            // less 256, or 128 from u = 128
 #else
-    return add(stored | 0x64006400, 0xE480E480);                                              // 1024 + u - 1152
+    return add(masked(word, 0x00FF00FF, 0x64006400), 0xE480E480);                                // 1024 + u - 1152
 #endif
 }
 
@@ -87,12 +94,10 @@ struct Fragment {
             values[i][WORDS - 1].y, values[i][WORDS - 1].z, values[i][WORDS - 1].w};
         if (BITS == 4) {
             const u32 w = words[j];
-            a[0] = integers(w & 0x000F000F), a[2] = integers(w >> 4 & 0x000F000F);
-            a[1] = integers(w >> 8 & 0x000F000F), a[3] = integers(w >> 12 & 0x000F000F);
+            a[0] = integers(w), a[1] = integers(w >> 8), a[2] = integers(w >> 4), a[3] = integers(w >> 12);
         } else {
             const u32 w = words[2 * j], w8 = words[2 * j + 1];
-            a[0] = integers(w & 0x00FF00FF), a[2] = integers(w >> 8 & 0x00FF00FF);
-            a[1] = integers(w8 & 0x00FF00FF), a[3] = integers(w8 >> 8 & 0x00FF00FF);
+            a[0] = integers(w), a[1] = integers(w8), a[2] = integers(w >> 8), a[3] = integers(w8 >> 8);
         }
     }
 };
@@ -209,12 +214,12 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ float load_remote(u32 address, u32 rank) {
+__device__ __forceinline__ float4 load_remote(u32 address, u32 rank) {
     u32 remote;
-    float value;
+    float4 v;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote) : "memory");
-    return value;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote) : "memory");
+    return v;
 }
 #endif
 
@@ -231,6 +236,10 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], con
         " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(indices), "n"(SELECTOR));
+}
+
+__device__ __forceinline__ float4 plus(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
 __device__ __forceinline__ u32 load4(const u32* at) {
@@ -364,27 +373,35 @@ marlin24(const u32* __restrict__ weight_packed, const u32* __restrict__ meta, co
         for (int c = 0; c < 4; ++c)
             *reinterpret_cast<float4*>(partial + (column_warp * BN + 8 * t + 2 * q + c % 2) * PITCH + row_warp * 64 + 8 * g + c / 2 * 4) =
                 make_float4(sum[t][0][c], sum[t][1][c], sum[t][2][c], sum[t][3][c]);
-#if SPLIT > 1
-    cluster_sync();
-#else
     __syncthreads();
-#endif
-    for (int i = threadIdx.x + rank * THREADS; i < rows_x * ROWS; i += SPLIT * THREADS) {
-        const int row_x = i / ROWS, row = i % ROWS, out = block * ROWS + row;
-        if (out >= N) continue;
-        float all = 0;
+    const int fours = rows_x * (ROWS / 4);
+    auto sum_here = [&](const float* at) {
+        float4 all = *reinterpret_cast<const float4*>(at);
 #pragma unroll
-        for (int part = 0; part < SPLIT; ++part)
-#pragma unroll
-            for (int c = 0; c < COLUMN_WARPS; ++c) {
-                const float* const at = partial + (c * BN + row_x) * PITCH + row;
+        for (int c = 1; c < COLUMN_WARPS; ++c) all = plus(all, *reinterpret_cast<const float4*>(at + c * BN * PITCH));
+        return all;
+    };
 #if SPLIT > 1
-                all += load_remote(shared_address(at), part);
-#else
-                all += *at;
+    for (int i = threadIdx.x; i < fours; i += THREADS) {
+        float* const at = partial + i / (ROWS / 4) * PITCH + i % (ROWS / 4) * 4;
+        *reinterpret_cast<float4*>(at) = sum_here(at);
+    }
+    cluster_sync();
 #endif
-            }
-        y[u64(m0 + row_x) * N + out] = rounded(all + (bias ? number(bias[out]) : 0.f));
+    for (int i = threadIdx.x + rank * THREADS; i < fours; i += SPLIT * THREADS) {
+        const int row_x = i / (ROWS / 4), row = i % (ROWS / 4) * 4, out = block * ROWS + row;
+        if (out >= N) continue;
+        const float* const at = partial + row_x * PITCH + row;
+#if SPLIT > 1
+        float4 all = load_remote(shared_address(at), 0);
+#pragma unroll
+        for (int part = 1; part < SPLIT; ++part) all = plus(all, load_remote(shared_address(at), part));
+#else
+        float4 all = sum_here(at);
+#endif
+        if (bias) all = plus(all, make_float4(number(bias[out]), number(bias[out + 1]), number(bias[out + 2]), number(bias[out + 3])));
+        *reinterpret_cast<ushort4*>(y + u64(m0 + row_x) * N + out) =
+            make_ushort4(rounded(all.x), rounded(all.y), rounded(all.z), rounded(all.w));
     }
 #if SPLIT > 1
     cluster_sync();  // a block must not end while others read its sums

@@ -142,6 +142,6 @@ CONFIGS = (
     Marlin24(bn=8, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
     Marlin24(bn=16, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
     Marlin24(bn=32, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
-    Marlin24(bn=8, depth=2, row_warps=2, column_warps=4, steps=2),
+    Marlin24(bn=8, depth=2, row_warps=1, column_warps=4, steps=2),
     Marlin24(bn=16, depth=1, row_warps=2, column_warps=4, steps=1),
 )
