@@ -1,5 +1,6 @@
 """Weights of 4 or 8 bits in the layout of marlin-24, in every shape that `marlin24.cu` can be compiled for."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,6 +39,11 @@ class Marlin24At:
         return cls(*at, scales.shape[1], 32 * weight_packed.shape[0], scales.get_device())
 
 
+def format_defines(dtype: torch.dtype, *, num_bits: int, grouped: bool, scales_permuted: bool) -> dict[str, int]:
+    """The macros that say what is read, and what comes out."""
+    return {"BF16": int(dtype == torch.bfloat16), "BITS": num_bits, "GROUPED": int(grouped), "PERMUTED": int(scales_permuted)}
+
+
 @dataclass(frozen=True)
 class Marlin24:
     """`marlin24.cu`: few rows of x, from compute capability 8.0, from 9.0 with a split.  The fields are macros of the file."""
@@ -64,17 +70,16 @@ class Marlin24:
     def defines(self, dtype: torch.dtype, *, num_bits: int, grouped: bool, scales_permuted: bool) -> dict[str, int]:
         """The macros."""
         return {
-            "BF16": int(dtype == torch.bfloat16), "BITS": num_bits, "GROUPED": int(grouped), "PERMUTED": int(scales_permuted),
+            **format_defines(dtype, num_bits=num_bits, grouped=grouped, scales_permuted=scales_permuted),
             "BN": self.bn, "DEPTH": self.depth, "ROW_WARPS": self.row_warps, "COLUMN_WARPS": self.column_warps, "STEPS": self.steps,
             "SPLIT": self.split,
         }  # fmt: skip
 
-    def why_not(self, n: int, k: int, *, grouped: bool) -> str | None:
+    def why_not(self, n: int, k: int, *, grouped: bool, capability: tuple[int, int]) -> str | None:
         """Why the kernel cannot multiply by an (n, k) weight."""
-        if n % 64:
-            return f"out_features {n} is no multiple of 64"
-        multiple = 128 if grouped else 32
-        return f"in_features {k} is no multiple of {multiple}" if k % multiple else None
+        if self.split > 1 and capability < (9, 0):
+            return f"compute capability {capability[0]}.{capability[1]} has no clusters of blocks, which come with 9.0"
+        return why_not_read(n, k, grouped=grouped)
 
     def starter(self, kernel: Any, weight: Marlin24At, m: int) -> Start:
         """What starts the kernel for m rows of x, which is contiguous and aligned to 16 bytes, as y is."""
@@ -91,11 +96,52 @@ class Marlin24:
         return start
 
 
+def why_not_read(n: int, k: int, *, grouped: bool) -> str | None:
+    """Why no kernel here reads an (n, k) weight."""
+    if n % 64:
+        return f"out_features {n} is no multiple of 64"
+    multiple = 128 if grouped else 32
+    return f"in_features {k} is no multiple of {multiple}" if k % multiple else None
+
+
+# ---- for many rows of x ----------------------------------------------------------------------------------------------------
+
+EXPAND_THREADS = 128
+
+
+def expand_defines(dtype: torch.dtype, *, num_bits: int, grouped: bool, scales_permuted: bool) -> dict[str, int]:
+    """The macros of the kernel `marlin24_expand`."""
+    return {**format_defines(dtype, num_bits=num_bits, grouped=grouped, scales_permuted=scales_permuted), "EXPAND": 1}
+
+
+def expand_starter(kernel: Any, weight: Marlin24At) -> Callable[[Tensor, Tensor], None]:
+    """What writes a weight as our other kernels read it.
+
+    Args:
+        kernel: `marlin24_expand`, compiled for the dtype of the values.
+        weight: Where it is; its bias is left alone.
+
+    Returns:
+        Takes values (N, K / 2), scaled, and bitmask (N, K / 8), uint8, both contiguous and aligned to 16 bytes.  What multiplies by
+        them must not start early: it reads weights before this has ended.
+    """
+    n, k, at, core = weight.n, weight.k, weight, cuda_core()
+    launch, stream = core.launch, core.stream_of(weight.device_index)
+    warps = n // 64 * -(-k // 128)
+    config = core.configs((-(-warps * 32 // EXPAND_THREADS), 1, 1), 1, EXPAND_THREADS, 0)[0]
+
+    def start(values: Tensor, bitmask: Tensor) -> None:
+        args = (at.weight_packed, at.meta, at.scales, values.data_ptr(), bitmask.data_ptr(), n, k)
+        launch(stream(), config, kernel, *args)
+
+    return start
+
+
 # Not measured yet: a few shapes that seem sensible.
 CONFIGS = (
     Marlin24(bn=8, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
     Marlin24(bn=16, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
     Marlin24(bn=32, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
-    Marlin24(bn=8, depth=2, row_warps=2, column_warps=4, steps=2),
+    Marlin24(bn=8, depth=2, row_warps=1, column_warps=4, steps=2),
     Marlin24(bn=16, depth=1, row_warps=2, column_warps=4, steps=1),
 )

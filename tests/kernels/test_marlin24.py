@@ -1,5 +1,6 @@
 """The kernel for marlin-24: its arithmetic lane by lane, its machine code, and what it gives on a GPU."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_sparse24.kernels.compile import compile_kernel, load_kernel
-from hf_sparse24.kernels.marlin24 import CONFIGS, Marlin24At
+from hf_sparse24.kernels.marlin24 import CONFIGS, Marlin24At, expand_defines, expand_starter, why_not_read
 from hf_sparse24.kernels.marlin24_reference import unpack_marlin24
 from tests.kernels.machine_code import instructions, resources
 
@@ -106,6 +107,157 @@ def test_machine_code_multiplies_on_sparse_tensor_cores_and_spills_nothing(arch)
         assert resources(code)["marlin24"].local_bytes == 0
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_expansion_spills_nothing_and_moves_16_bytes(num_bits, arch):
+    defines = expand_defines(torch.bfloat16, num_bits=num_bits, grouped=True, scales_permuted=True)
+    code = compile_kernel("marlin24", arch, defines)
+    lines = instructions(code)["marlin24_expand"]
+    # For a thread four times its values and one of scales; 16 times values out and twice four masks.
+    assert sum("LDG" in line and ".128" in line for line in lines) == num_bits + 1
+    assert sum("STG.E.128" in line for line in lines) == 16 + 2
+    assert not [line for line in lines if "LDL" in line or "STL" in line or "CALL" in line]
+    assert resources(code)["marlin24_expand"].local_bytes == 0
+
+
+def mask_nibbles(indices):
+    """`mask_of` of `marlin24.cu`."""
+    each = 0x11111111
+    a, b, c, d = (indices >> shift & each for shift in range(4))
+    return (~(a | b) & each) | (a & ~b | c & ~d) << 1 | (b & ~a | d & ~c) << 2 | (c & d) << 3
+
+
+def test_every_index_nibble_becomes_its_mask_in_every_place():
+    for place in range(8):
+        for code in LEGAL.tolist():
+            indices = 0x44444444 & ~(15 << 4 * place) | code << 4 * place
+            expected = 0x33333333 & ~(15 << 4 * place) | (1 << (code & 3) | 1 << (code >> 2)) << 4 * place
+            assert mask_nibbles(indices) == expected, (place, code)
+
+
+def expanded_by_lanes(words, meta, scales, num_bits, permuted):
+    """values (N, K / 2) in float32, and bitmask (N, K / 8), as the lanes of `marlin24_expand` write them."""
+    words, meta, stored = words.numpy().view(np.uint32), meta.numpy().view(np.uint32), scales.float().numpy()
+    n, k = meta.shape[1], 32 * len(meta)
+    values, bitmask = np.full((n, k // 2), np.nan, np.float32), np.zeros((n, k // 8), np.uint8)
+    low, offset = (1 << num_bits) - 1, 1 << num_bits - 1
+    for unit in range(n // 64):
+        for step in range(-(-k // 128)):
+            pieces = min(4, k // 32 - 4 * step)
+            shared = np.full((64, 32, 2), np.nan, np.float32)
+            for lane in range(32):
+                g, q = divmod(lane, 4)
+                octet = stored[step if len(stored) > 1 else 0, unit * 64 + 8 * g :][:8]
+                for i in range(pieces):
+                    kt = 4 * step + i
+                    mine = [int(w) for w in words[kt, unit * 32 * num_bits + lane * num_bits :][:num_bits]]
+                    for j in range(4):
+                        if num_bits == 4:
+                            a = [mine[j] >> shift for shift in (0, 8, 4, 12)]
+                        else:
+                            a = [mine[2 * j], mine[2 * j + 1], mine[2 * j] >> 8, mine[2 * j + 1] >> 8]
+                        for r in range(4):
+                            scale = octet[2 * j + r % 2 if permuted else j + 4 * (r % 2)]
+                            pair = [(a[r] >> shift & low) - offset for shift in (0, 16)]
+                            shared[8 * g + j + r % 2 * 4, ((8 * i + r // 2 * 4) ^ 4 * g) + q] = np.array(pair, np.float32) * scale
+                    at = unit * 64 + 32 * (q // 2) + 4 * g + 2 * (q % 2)
+                    x, y = int(meta[kt, at]), int(meta[kt, at + 1])
+                    for below in range(2):
+                        mask = mask_nibbles(x >> 16 * below & 0xFFFF | (y >> 16 * below & 0xFFFF) << 16)
+                        to = bitmask[unit * 64 + 8 * g + q + 4 * below, step * 16 + 4 * i :][:4]
+                        to[:] = np.array([mask], np.uint32).view(np.uint8)
+            for row in range(64):
+                for v in range(2 * pieces):
+                    vector = shared[row].reshape(8, 8)[v ^ row // 8]
+                    values[unit * 64 + row, step * 64 + v * 8 :][:8] = vector
+    return torch.from_numpy(values), torch.from_numpy(bitmask)
+
+
+def dense_of(values, bitmask):
+    """The dense weight of the 2:4 form."""
+    kept = (bitmask[:, :, None].int() >> torch.arange(8, device=bitmask.device, dtype=torch.int32) & 1).view(len(values), -1).bool()
+    dense = torch.zeros(kept.shape, dtype=values.dtype, device=values.device)
+    return dense.masked_scatter_(kept, values)
+
+
+@pytest.mark.parametrize("permuted", [True, False], ids=["permuted", "natural"])
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("shape", [(128, 256, 2), (64, 416, 1)], ids=str)
+def test_lanes_of_the_expansion_write_the_weight_of_the_reference(shape, num_bits, permuted):
+    weight = random_weight(num_bits, *shape)
+    values, bitmask = expanded_by_lanes(*weight, num_bits, permuted)
+    assert torch.equal(dense_of(values, bitmask), unpack_marlin24(*weight, num_bits, permuted, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "grouped", "capability", "why"),
+    [
+        (64, 128, True, (9, 0), None),
+        (64, 32, False, (8, 0), "split"),
+        (96, 128, True, (9, 0), "out_features 96 is no multiple of 64"),
+        (64, 96, True, (9, 0), "in_features 96 is no multiple of 128"),
+        (64, 48, False, (9, 0), "in_features 48 is no multiple of 32"),
+    ],
+)
+def test_a_configuration_says_why_it_cannot(n, k, grouped, capability, why):
+    for config in CONFIGS:
+        found = config.why_not(n, k, grouped=grouped, capability=capability)
+        if why == "split":
+            assert found == (None if config.split == 1 else "compute capability 8.0 has no clusters of blocks, which come with 9.0")
+        else:
+            assert found == why == why_not_read(n, k, grouped=grouped)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("permuted", [True, False], ids=["permuted", "natural"])
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("shape", [(64, 128, 1), (192, 4096, 32), (128, 416, 1), (64, 32, 1)], ids=str)  # n, k, groups
+def test_expansion_is_exactly_the_reference(shape, num_bits, permuted, dtype):
+    n, k, groups = shape
+    weight = random_weight(num_bits, *shape)
+    defines = expand_defines(dtype, num_bits=num_bits, grouped=groups > 1, scales_permuted=permuted)
+    at = [part.cuda() for part in weight]
+    values = torch.full((n, k // 2), torch.nan, dtype=dtype, device="cuda")
+    bitmask = torch.full((n, k // 8), 255, dtype=torch.uint8, device="cuda")
+    expand_starter(load_kernel("marlin24", "marlin24_expand", 0, defines), Marlin24At.of(*at, None))(values, bitmask)
+    assert torch.equal(dense_of(values, bitmask).cpu(), unpack_marlin24(*weight, num_bits, permuted, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+def test_a_graph_of_products_gives_what_single_launches_give(config, early):
+    if torch.cuda.get_device_capability() < (9, 0) and (early or config.split > 1):
+        pytest.skip("early launches and clusters need compute capability 9.0")
+    weight = [part.cuda() for part in random_weight(4, 1024, 1024, 8)]
+    defines = config.defines(torch.float16, num_bits=4, grouped=True, scales_permuted=True)
+    kernel = load_kernel("marlin24", "marlin24", 0, defines, config.shared_bytes)
+    start = config.starter(kernel, Marlin24At.of(*weight, None), 9)
+    x = (torch.randn(9, 1024, device="cuda") * 2**-10).half()
+
+    ys = [torch.full_like(x, torch.nan) for _ in range(2)]
+
+    def products():
+        start(x, ys[0], False)
+        start(ys[0], ys[1], early)  # reads what the one before writes
+
+    products()
+    torch.cuda.synchronize()
+    expected = [y.clone() for y in ys]
+    dense = unpack_marlin24(*(part.cpu() for part in weight), 4, True, torch.float32).cuda()
+    for before, after in ((x, ys[0]), (ys[0], ys[1])):
+        assert ((after.float() - before.float() @ dense.T).abs() <= 2**-8 * (before.float().abs() @ dense.abs().T)).all()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        products()
+    for _ in range(3):
+        for y in ys:
+            y.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(ys, expected, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -121,13 +273,14 @@ def test_product_is_within_rounding_of_the_reference_and_repeats(config, dtype, 
     at = [part.cuda() for part in weight]
     defines = config.defines(dtype, num_bits=num_bits, grouped=grouped, scales_permuted=grouped)
     kernel = load_kernel("marlin24", "marlin24", 0, defines, config.shared_bytes)
-    bias = torch.randn(n, device="cuda").to(dtype)
-    for m in (1, 7, 8, 9, 16, 17, 33, 64):
+    some = torch.randn(n, device="cuda").to(dtype)
+    for m, bias in itertools.product((1, 7, 8, 9, 16, 17, 32, 33, 64), (None, some)):
         x = (torch.randn(m, k, device="cuda") * 0.1 + 0.05).to(dtype)
         start = config.starter(kernel, Marlin24At.of(*at, bias), m)
         found = [torch.full((m, n), torch.nan, device="cuda", dtype=dtype) for _ in range(2)]
         for y in found:
             start(x, y, False)
-        bound = 2**-8 * (x.float().abs() @ dense.abs().t() + bias.float().abs())
-        assert ((found[0].float() - (x.float() @ dense.t() + bias.float())).abs() <= bound).all(), m
+        added = torch.zeros(n, device="cuda") if bias is None else bias.float()
+        bound = 2**-8 * (x.float().abs() @ dense.abs().t() + added.abs())
+        assert ((found[0].float() - (x.float() @ dense.t() + added)).abs() <= bound).all(), m
         assert torch.equal(*found), m
