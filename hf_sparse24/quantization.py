@@ -219,10 +219,8 @@ def exact_integers(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, 
         return None
     rows = weight.reshape(-1, size)  # (out * groups, size)
     largest = rows.abs().amax(1)
-    integers, scale = (
-        torch.zeros(rows.shape, dtype=torch.int8),
-        torch.full((len(rows),), torch.finfo(torch.float16).eps, dtype=torch.float16),
-    )
+    integers = torch.zeros(rows.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.full_like(largest, torch.finfo(torch.float16).eps)
     left = largest.nonzero().flatten()
     low, high = scheme.int_range
     for number in range(-low, max(0, -low - TRIED), -1):
@@ -234,7 +232,7 @@ def exact_integers(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, 
             fits, found = _is_product(rows[left[near]], tried[near], low, high)
             fitting = near[fits]
             integers[left[fitting]], scale[left[fitting]] = found[fits].to(torch.int8), tried[fitting]
-            left = left[torch.isin(torch.arange(len(left)), fitting, invert=True)]
+            left = left[torch.isin(torch.arange(len(left), device=left.device), fitting, invert=True)]
     return None if len(left) else (integers.view(weight.shape), scale.view(len(weight), -1))
 
 
