@@ -141,6 +141,7 @@ def _inspect(folder: Path) -> dict[str, Any]:
         by_format = defaultdict(list)
         for weight in packed.values():
             by_format[weight.compressor.format].append((weight.stored_bytes, size_bytes(weight)))
+        compressors = {weight.compressor.format: weight.compressor for weight in packed.values()}
         block = checkpoint.config.get("quantization_config") or {}
         return {
             "config": checkpoint.config,
@@ -149,6 +150,9 @@ def _inspect(folder: Path) -> dict[str, Any]:
             "guard": GUARD if GUARD in (block.get("config_groups") or {}) else None,
             "architecture": next(iter(_as_list(checkpoint.config.get("architectures"))), None),
             "packed": {name: (len(sizes), *map(sum, zip(*sizes, strict=True))) for name, sizes in sorted(by_format.items())},
+            "two_four": {name for name, compressor in compressors.items() if compressor.config_format == Sparse24Config.format},
+            "scheme": sparsity.quantization,
+            "quant_method": block.get("quant_method"),
             "num_dense": len(as_dense(checkpoint.tensors, packed)) - len(packed),
             "num_files": len(checkpoint.shards),
             "file_bytes": sum((folder / file).stat().st_size for file in checkpoint.shards),
@@ -160,7 +164,7 @@ def _card(contents: dict[str, Any], base_model: str | None, old: RepoCard | None
     ours: dict[str, Any] = {"library_name": "transformers"}
     if base_model and theirs.get("base_model", base_model) in (base_model, [base_model]):
         ours |= {"base_model": base_model, "base_model_relation": "quantized"}
-    two_four = ["2:4"] if Sparse24Config.format in contents["packed"] else []
+    two_four = ["2:4"] if contents["two_four"] else []
     all_tags = dict.fromkeys([*_as_list(theirs.get("tags")), "sparse24", *two_four, *_as_list(tags)])
     new = RepoCard.from_template(
         CardData(**{**ours, **theirs, "tags": list(all_tags)}),

@@ -24,8 +24,8 @@ FLOAT8 = torch.float8_e4m3fn
 # A scale that loses more than bfloat16 would does not fit the float16 of the Marlin formats.
 MAX_SCALE_ERROR = 2**-8
 # The largest integer of a row or group is looked for among so many: all of 4 bits, and of 8 bits what scaling by the largest weight
-# gives.  So many columns are looked at first.
-TRIED, PROBED = 16, 32
+# gives.  So many rows, and columns, are looked at first.
+TRIED, SAMPLED, PROBED = 16, 8, 32
 # Elements of a weight that are worked on at a time, in float32.
 CHUNK = 1 << 22
 
@@ -215,12 +215,12 @@ def exact_integers(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, 
     size = scheme.group_size or weight.shape[1]
     if weight.dtype != torch.float16 or scheme.type == "float" or scheme.strategy == "tensor" or weight.shape[1] % size:
         return None
+    if len(weight) > SAMPLED and exact_integers(weight[:SAMPLED], scheme) is None:
+        return None
     rows = weight.reshape(-1, size)  # (out * groups, size)
     largest = rows.abs().amax(1)
-    integers, scale = (
-        torch.zeros(rows.shape, dtype=torch.int8),
-        torch.full((len(rows),), torch.finfo(torch.float16).eps, dtype=torch.float16),
-    )
+    integers = torch.zeros(rows.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.full_like(largest, torch.finfo(torch.float16).eps)
     left = largest.nonzero().flatten()
     low, high = scheme.int_range
     for number in range(-low, max(0, -low - TRIED), -1):
@@ -232,7 +232,7 @@ def exact_integers(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, 
             fits, found = _is_product(rows[left[near]], tried[near], low, high)
             fitting = near[fits]
             integers[left[fitting]], scale[left[fitting]] = found[fits].to(torch.int8), tried[fitting]
-            left = left[torch.isin(torch.arange(len(left)), fitting, invert=True)]
+            left = left[torch.isin(torch.arange(len(left), device=left.device), fitting, invert=True)]
     return None if len(left) else (integers.view(weight.shape), scale.view(len(weight), -1))
 
 

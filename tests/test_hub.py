@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import CheckpointError, Sparse24Config
 from hf_sparse24.config import GUARD
+from hf_sparse24.conversion import convert_folder
 from hf_sparse24.hub import card_for
 from tests.hub_server import HubServer, Repo
 
@@ -95,6 +96,26 @@ def test_card_of_an_unstructured_checkpoint_does_not_call_it_2_4(golden):
     card = card_for(golden / "sparse-bitmask")
     assert card.data.tags == ["sparse24"]
     assert "2:4" not in card.text and "SparseBitmaskConfig(run_compressed=False)" in card.text
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("float-quantized+sparse-24-bitmask", ("rounded to 8 bits (float8_e4m3fn), with a scale per\nrow", "one bit per weight")),
+        ("float-quantized-static+sparse-24-bitmask", ("with a scale per\nweight",)),
+        ("marlin-24-w4-g128", ("rounded to 4 bits (integers), with a scale per\n128 columns of a row", "a code for each four")),
+    ],
+)
+def test_card_of_a_quantised_checkpoint_says_how_it_is_rounded(golden, name, texts):
+    card = card_for(golden / name)
+    assert card.data.tags == ["sparse24", "2:4"]
+    assert "Sparse24Config(run_compressed=False)" in card.text and all(text in card.text for text in texts)
+
+
+def test_card_of_the_gptq_spelling_says_who_reads_it(golden, tmp_path):
+    convert_folder(golden / "marlin-24-w4-g128", tmp_path / "gptq", "gptq-marlin-24")
+    text = card_for(tmp_path / "gptq").text
+    assert "loaders of GPTQ's `marlin_24` checkpoints" in text and "random weights" not in text
 
 
 def test_card_needs_no_network(checkpoints, monkeypatch):

@@ -140,6 +140,8 @@ class QuantizedCompressor(BaseQuantizedCompressor):
             raise PackedTensorError(f"weight_scale is {dtype}, expected a float dtype of 16 bits or more")
         if len(shape) != 2 or scale not in ((shape[0], 1), (shape[0],), (1, 1), (1,), ()):
             raise PackedTensorError(f"weight_scale has shape {scale} for a weight of shape {shape}: a scale per row, or one, is read")
+        if "input_scale" in specs and torch.Size(specs["input_scale"][1]).numel() != 1:
+            raise PackedTensorError(f"input_scale has shape {specs['input_scale'][1]}, expected one element")
 
     def check_values(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], num_values: int) -> None:
         """Check what is stored beside the values.

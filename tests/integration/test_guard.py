@@ -102,6 +102,23 @@ attempt("imported after transformers", ours)
 
 
 @pytest.mark.skipif(not COMPRESSED_TENSORS, reason="HF_SPARSE24_TEST_CT names no folder with compressed-tensors")
+def test_quantised_checkpoint_stops_stock_code_beside_compressed_tensors(tmp_path):
+    llama().save_pretrained(tmp_path, sparsity_config=Sparse24Config(quantization="fp8"))
+    report = run(
+        """
+import compressed_tensors
+attempt("stock", sys.argv[1])
+import hf_sparse24
+attempt("ours", sys.argv[1])
+""",
+        tmp_path,
+        compressed_tensors=True,
+    )
+    assert report["stock"]["error"] == "KeyError" and "IMPORT HF_SPARSE24" in report["stock"]["text"].upper()
+    assert "logits" in report["ours"]
+
+
+@pytest.mark.skipif(not COMPRESSED_TENSORS, reason="HF_SPARSE24_TEST_CT names no folder with compressed-tensors")
 def test_beside_compressed_tensors(saved, expected, ordinary):
     report = run(
         """

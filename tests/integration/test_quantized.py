@@ -206,6 +206,7 @@ DAMAGES = {
     "asymmetric": (INT8, lambda t: t.update({f"{P}.weight_zero_point": torch.ones(64, 1, dtype=torch.int8)}), "not zero: asymmetric"),
     "group-scales": (INT8, lambda t: t.update({f"{P}.weight_scale": torch.ones(64, 2).bfloat16()}), r"a scale per row, or one"),
     "integer-scales": (FP8, lambda t: t.update({f"{P}.weight_scale": torch.ones(64, 1).int()}), "weight_scale is torch.int32"),
+    "input-scales": (FP8, lambda t: t.update({f"{P}.input_scale": torch.ones(64)}), r"input_scale has shape \(64,\)"),
     "no-scale": (W4, lambda t: t.pop(f"{P}.scale_packed"), "the part scale_packed is missing"),
     "groups-of-64": (W4, lambda t: t.update({f"{P}.scale_packed": torch.ones(8, 128).half()}), "8 rows for in_features 512"),
     "nan-scale": (W4, lambda t: t[f"{P}.scale_packed"].view(-1)[3:4].fill_(torch.nan), "NaN or infinite"),
