@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from hf_sparse24.kernels import reference
 from hf_sparse24.kernels.compile import KernelCompileError, arch_of, compile_kernel, load_kernel
 from hf_sparse24.kernels.marlin24 import Marlin24, Marlin24At
-from hf_sparse24.kernels.marlin24_reference import unpack_marlin24
 
 SHAPES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)]
 ROWS = [1, 8, 16, 32, 64]
@@ -119,6 +119,11 @@ def copies_of(size_bytes: float) -> int:
     return max(2, int(ROTATE_BYTES / size_bytes) + 1)
 
 
+def exact_weight(weight_packed: Tensor, meta: Tensor, scale_packed: Tensor, num_bits: int, grouped: bool) -> Tensor:
+    """The dense weight in float32."""
+    return reference.dequantize_marlin24(weight_packed, meta, scale_packed.float(), num_bits, grouped)
+
+
 class Weights:
     """Enough random weights in marlin-24's layout to exceed the L2 twice, and the first of them dense."""
 
@@ -135,7 +140,7 @@ class Weights:
             scales = ((torch.rand(groups, n, device="cuda") + 0.5) * 2.0**-num_bits / 8).half()
             self.packed.append((words, meta, scales))
         with torch.device("cuda"):
-            self.dense = unpack_marlin24(*self.packed[0], num_bits, grouped, torch.float32)
+            self.dense = exact_weight(*self.packed[0], num_bits, grouped)
 
 
 def measure(weights: Weights, dense: list[Tensor], m: int, early: bool) -> list[dict[str, Any]]:

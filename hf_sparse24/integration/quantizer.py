@@ -32,7 +32,7 @@ from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import SHAPE_PARTS, PackedLinear, Sparse24Linear
 from hf_sparse24.modules import LAYERS, left_out, listed, packable_modules, packed_layers, refusal, tied_names
 from hf_sparse24.quantization import common_scheme
-from hf_sparse24.quantized_linear import QuantizedLinear
+from hf_sparse24.quantized_linear import Marlin24Linear, QuantizedLinear
 
 logger = logging.get_logger(__name__)
 METHOD = SparsityConfig.quant_method
@@ -343,14 +343,22 @@ def prepare_kernels(layers: Mapping[str, PackedLinear], dtype: torch.dtype) -> N
         group = layer.group if isinstance(layer, Sparse24Linear) else None
         by_kind.setdefault(kind, set()).add((sum(group.rows) if group else layer.out_features, layer.in_features))
     for (format, values, quantize_x, device), shapes in by_kind.items():
-        if device.type == "meta":  # offloaded to disk
+        if device.type == "meta" or format in dispatch.MARLIN_FORMATS:  # offloaded to disk, or see below
             continue
         narrow = values if format == dispatch.QUANTIZED24 else None
         if reason := dispatch.prepare(format, shapes, dtype if narrow else values, device, values=narrow, quantize_x=quantize_x):
             logger.warning_once(f"packed layers unpack their weight for every call, because {reason}")
+    forms: dict[tuple[int, bool, bool, torch.device], set[tuple[int, int]]] = {}
     for layer in layers.values():
         if isinstance(layer, Sparse24Linear):
             layer.prepare()
+        if isinstance(layer, Marlin24Linear) and layer.values.device.type != "meta":
+            form = layer.num_bits, layer.tensors[2].shape[0] > 1, layer.scales_permuted, dispatch.with_index(layer.values.device)
+            forms.setdefault(form, set()).add((layer.out_features, layer.in_features))
+    for (num_bits, grouped, permuted, device), shapes in forms.items():
+        options: dict[str, Any] = {"num_bits": num_bits, "grouped": grouped, "scales_permuted": permuted}
+        if reason := dispatch.prepare_marlin24(shapes, dtype, device, **options):
+            logger.warning_once(f"packed layers unpack their weight for every call, because {reason}")
 
 
 def complete_scheme(layers: Mapping[str, PackedLinear], config: SparsityConfig) -> None:

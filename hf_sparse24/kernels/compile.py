@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -135,11 +136,18 @@ def _build(source: str, text: str, arch: str, macros: list[tuple[str, str]]) -> 
     from cuda.core._utils.cuda_utils import CUDAError  # its only name
 
     try:
-        return bytes(Program(text, "c++", _options(f"{source}.cu", arch, macros)).compile("cubin").code)
+        # With its first program NVRTC loads another library; two threads that did so at once were seen to fail (13.0.88, 2026-12-01).
+        with nullcontext() if _STARTED.is_set() else _FIRST:
+            cubin = bytes(Program(text, "c++", _options(f"{source}.cu", arch, macros)).compile("cubin").code)
+        _STARTED.set()
+        return cubin
     except CUDAError as error:
         log = str(error).strip("\0\n ")
         reason = next((line for line in log.splitlines() if "error" in line), log.partition("\n")[0])
         raise KernelCompileError(f"{source}.cu does not compile for {arch}: {reason}", log) from error
+
+
+_FIRST, _STARTED = threading.Lock(), threading.Event()
 
 
 class _Once:

@@ -22,17 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.compressors import QuantizedCompressor, Sparse24Compressor
+from hf_sparse24.compressors import GptqMarlin24Compressor, Marlin24Compressor, QuantizedCompressor, Sparse24Compressor
 from hf_sparse24.errors import warn
-from hf_sparse24.kernels import cost, cusparselt
+from hf_sparse24.kernels import cost, cusparselt, marlin24
 from hf_sparse24.kernels.compile import KernelCompileError, arch_of, compile_all, load_kernel
-from hf_sparse24.kernels.sparse_mma import MmaSp, QuantizeRows, Start, WeightAt, WgmmaSp
+from hf_sparse24.kernels.marlin24 import Marlin24
+from hf_sparse24.kernels.sparse_mma import MmaSp, QuantizeRows, Start, WeightAt, WgmmaSp, multiprocessors
 
 KERNELS = (MmaSp, WgmmaSp)
 PATHS = (*(kernel.source for kernel in KERNELS), "cusparselt", "widen", "unpack")
 MIN_CAPABILITY = (8, 0)
 SPARSE24 = Sparse24Compressor.format
 QUANTIZED24 = QuantizedCompressor(Sparse24Compressor()).format
+MARLIN_FORMATS = (Marlin24Compressor().format, GptqMarlin24Compressor().format)
 DTYPES = (torch.bfloat16, torch.float16)
 DTYPES_8BIT = (torch.float8_e4m3fn, torch.int8)
 # More rows than `mma_sp` is for, and fewer than cuSPARSELt is.
@@ -323,6 +325,100 @@ def rounding_starter(
     return config.starter(_kernel(config, dtype, device_index, values), device_index, m, k, x_scale)
 
 
+# ---- weights in Marlin's order ---------------------------------------------------------------------------------------------
+
+MARLIN_PATHS = ("marlin24", "widen", "unpack")
+
+
+def choose_marlin24(
+    n: int, k: int, m: int, dtype: torch.dtype, device: torch.device, *, num_bits: int, grouped: bool
+) -> tuple[str, Marlin24 | None, dict[str, str]]:
+    """Which of MARLIN_PATHS multiplies by a weight in Marlin's order, how its kernel is compiled, and why no other does.
+
+    `marlin24` reads the weight as it is stored.  `widen` writes it as 2:4 values of 16 bits for the call, which another kernel
+    multiplies by: faster than a dense weight and cuBLAS, and still slower than a weight that stays dense below about 1024 rows of x.
+
+    Args:
+        n: Rows of the weight.
+        k: Columns of the weight.
+        m: Rows of x.
+        dtype: Of x.
+        device: With an index, if it is a CUDA device.
+        num_bits: 4 or 8.
+        grouped: Whether there are scales for groups of columns.
+    """
+    if reason := _why_not_marlin24(n, k, m, dtype, device, num_bits, grouped):
+        return "unpack", None, {"marlin24": reason, "widen": reason}
+    if m <= marlin24.MAX_ROWS:
+        config = marlin24.config_for(n, m, multiprocessors(device.index), torch.cuda.get_device_capability(device))
+        slower = "marlin24 reads the weight as it is stored"
+        return "marlin24", config, {"widen": slower, "unpack": slower}
+    many = f"{m} rows of x are more than {marlin24.MAX_ROWS}"
+    wide = choose(n, k, m, dtype, device)
+    if wide.config is None:
+        return "unpack", None, {"marlin24": many, "widen": "no kernel for 16 bits runs either"}
+    return "widen", None, {"marlin24": many, "unpack": f"widen runs {wide.path} without a dense weight"}
+
+
+def _why_not_marlin24(n: int, k: int, m: int, dtype: torch.dtype, device: torch.device, num_bits: int, grouped: bool) -> str | None:
+    if not n * k * m:
+        return "a size is 0"
+    if device.type != "cuda":
+        return f"{device.type} has no sparse tensor cores"
+    if dtype not in DTYPES:
+        return f"no kernel for {dtype}"
+    if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+        return f"compute capability {capability} is below {MIN_CAPABILITY}"
+    return marlin24.why_not_read(n, k, grouped=grouped) or _why_marlin24_is_not_built(dtype, device, num_bits, grouped)
+
+
+@functools.cache
+def _why_marlin24_is_not_built(dtype: torch.dtype, device: torch.device, num_bits: int, grouped: bool) -> str | None:
+    config = marlin24.config_for(4096, 1, multiprocessors(device.index), torch.cuda.get_device_capability(device))
+    try:
+        marlin24_kernel(config, dtype, device.index, num_bits, grouped, grouped)
+    except KernelCompileError as error:
+        warn(f"marlin24 does not run on {device} with {dtype}: {error}")
+        return str(error)
+    return None
+
+
+@functools.cache
+def marlin24_kernel(
+    config: Marlin24 | None, dtype: torch.dtype, device_index: int, num_bits: int, grouped: bool, scales_permuted: bool
+) -> Any:
+    """The loaded kernel of a configuration, or with None the one that writes values of 16 bits."""
+    form: dict[str, Any] = {"num_bits": num_bits, "grouped": grouped, "scales_permuted": scales_permuted}
+    if config is None:
+        return load_kernel("marlin24", "marlin24_expand", device_index, marlin24.expand_defines(dtype, **form), 0)
+    return load_kernel("marlin24", "marlin24", device_index, config.defines(dtype, **form), config.shared_bytes)
+
+
+def prepare_marlin24(
+    shapes: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device, *, num_bits: int, grouped: bool, scales_permuted: bool
+) -> str | None:
+    """`prepare` for weights in Marlin's order."""
+    device = with_index(device)
+    form: dict[str, Any] = {"num_bits": num_bits, "grouped": grouped, "scales_permuted": scales_permuted}
+    configs: dict[Marlin24 | None, None] = {}
+    reasons = set()
+    for n, k in set(shapes):
+        for m in ROWS:
+            path, config, why = choose_marlin24(n, k, m, dtype, device, num_bits=num_bits, grouped=grouped)
+            if path == "unpack":
+                reasons.add(why["marlin24"])
+            else:
+                configs[config] = None
+    if not configs:
+        return next(iter(reasons), None)
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    defines = [marlin24.expand_defines(dtype, **form) if config is None else config.defines(dtype, **form) for config in configs]
+    compile_all([("marlin24", arch, macros) for macros in defines])
+    for config in configs:
+        marlin24_kernel(config, dtype, device.index, num_bits, grouped, scales_permuted)
+    return prepare(SPARSE24, shapes, dtype, device) if None in configs else None
+
+
 def prepare(
     format: str,
     shapes: Iterable[tuple[int, int]],
@@ -376,7 +472,7 @@ def why_not_kept(format: str = SPARSE24) -> str | None:
     Args:
         format: Of the checkpoint.
     """
-    if format not in (SPARSE24, QUANTIZED24):
+    if format not in (SPARSE24, QUANTIZED24, *MARLIN_FORMATS):
         return f"there is no kernel for {format}"
     if not torch.cuda.is_available():
         return "no GPU is visible"

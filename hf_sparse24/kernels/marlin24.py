@@ -68,7 +68,7 @@ class Marlin24:
         return max(2 * x, self.column_warps * self.bn * (64 * self.row_warps + 4) * 4)
 
     def defines(self, dtype: torch.dtype, *, num_bits: int, grouped: bool, scales_permuted: bool) -> dict[str, int]:
-        """The macros."""
+        """The macros; see `format_defines`."""
         return {
             **format_defines(dtype, num_bits=num_bits, grouped=grouped, scales_permuted=scales_permuted),
             "BN": self.bn, "DEPTH": self.depth, "ROW_WARPS": self.row_warps, "COLUMN_WARPS": self.column_warps, "STEPS": self.steps,
@@ -137,11 +137,45 @@ def expand_starter(kernel: Any, weight: Marlin24At) -> Callable[[Tensor, Tensor]
     return start
 
 
-# Not measured yet: a few shapes that seem sensible.
-CONFIGS = (
-    Marlin24(bn=8, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
-    Marlin24(bn=16, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
-    Marlin24(bn=32, depth=1, row_warps=1, column_warps=8, steps=1, split=4),
-    Marlin24(bn=8, depth=2, row_warps=1, column_warps=4, steps=2),
-    Marlin24(bn=16, depth=1, row_warps=2, column_warps=4, steps=1),
+# ---- which configuration -----------------------------------------------------------------------------------------------------
+
+MAX_ROWS = 64
+# For up to so many rows of x: where the units of 64 rows of W are at most half of the multiprocessors, at most twice as many, and
+# where they are more (benchmarks/results/tune-marlin24-h200.json; 2 % from the best of all, on average).
+CONFIGS: dict[int, tuple[Marlin24, Marlin24, Marlin24]] = {
+    8: (
+        Marlin24(bn=8, depth=1, row_warps=1, column_warps=16, steps=1, split=2),
+        Marlin24(bn=8, depth=1, row_warps=1, column_warps=16, steps=1),
+        Marlin24(bn=8, depth=2, row_warps=2, column_warps=4, steps=2),
+    ),
+    16: (
+        Marlin24(bn=16, depth=2, row_warps=1, column_warps=8, steps=2, split=2),
+        Marlin24(bn=16, depth=1, row_warps=1, column_warps=16, steps=1),
+        Marlin24(bn=16, depth=1, row_warps=2, column_warps=4, steps=1),
+    ),
+    32: (
+        Marlin24(bn=32, depth=1, row_warps=1, column_warps=8, steps=1, split=2),
+        Marlin24(bn=32, depth=1, row_warps=2, column_warps=4, steps=1, split=2),
+        Marlin24(bn=32, depth=1, row_warps=2, column_warps=4, steps=1),
+    ),
+    MAX_ROWS: (
+        Marlin24(bn=32, depth=1, row_warps=2, column_warps=4, steps=1, split=2),
+        Marlin24(bn=32, depth=1, row_warps=2, column_warps=4, steps=1),
+        Marlin24(bn=32, depth=1, row_warps=2, column_warps=4, steps=1),
+    ),
+}
+# For chips without clusters of blocks, or with less shared memory.
+OTHERS = (
+    Marlin24(bn=8, depth=1, row_warps=1, column_warps=8, steps=1),
+    Marlin24(bn=16, depth=1, row_warps=1, column_warps=8, steps=1),
+    Marlin24(bn=32, depth=1, row_warps=2, column_warps=4, steps=1),
 )
+
+
+def config_for(n: int, m: int, num_multiprocessors: int, capability: tuple[int, int]) -> Marlin24:
+    """How the kernel is compiled for m rows of x, at most MAX_ROWS, and n rows of W."""
+    if capability != (9, 0):
+        return next(config for config in OTHERS if config.bn >= min(m, OTHERS[-1].bn))
+    units = n // 64
+    size = 0 if units <= num_multiprocessors / 2 else 1 if units <= 2 * num_multiprocessors else 2
+    return next(configs for rows, configs in CONFIGS.items() if m <= rows)[size]

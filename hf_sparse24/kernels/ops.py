@@ -50,7 +50,7 @@ for _name, _implementation in (
     ("dequantize_8bit", reference.dequantize_8bit),
     ("dequantize_marlin24", reference.dequantize_marlin24),
     ("linear_8bit", plans.linear_8bit),
-    ("linear_marlin24", reference.linear_marlin24),
+    ("linear_marlin24", plans.linear_marlin24),
 ):
     LIB.impl(_name, _implementation, "CompositeExplicitAutograd")
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_sparse24.kernels import cusparselt, dispatch, reference
+from hf_sparse24.kernels.marlin24 import Marlin24At, expand_starter
 from hf_sparse24.kernels.sparse_mma import SCALE_TYPES, Start, WeightAt
 
 ALIGNMENT = 16  # bytes, of all that a kernel reads
@@ -20,7 +21,7 @@ class Plan:
         self.versions: tuple[int, ...] | None = None
 
     def run(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """The product, by a kernel; the versions of `weights` tell of a change to what it reads."""
+        """The product, by a kernel; the versions of `weights` tell of a change to what it reads, none that it is new."""
         assert self.start is not None
         y = x.new_empty((*x.shape[:-1], self.out_features))
         index = x.get_device()
@@ -38,6 +39,8 @@ class Plan:
         It must not where that one writes the weight: so only if a call outside of a graph has read it, and it has not been changed
         since.
         """
+        if not weights:
+            return False
         try:
             versions = tuple(weight._version for weight in weights)
         except RuntimeError:  # tensors of inference mode are not counted
@@ -76,10 +79,12 @@ def linear(
     metadata: Tensor | None,
     in_features: int,
     counted: Sequence[Tensor] = (),
+    fresh: bool = False,
 ) -> Tensor:
     """x W^T + bias with values as wide as x; see `reference.linear`.  `metadata` is cuSPARSELt's, behind the values, or None.
 
-    `counted` are the tensors whose versions tell of a change to the weight, where these are not `compressed` and `bitmask`.
+    `counted` are the tensors whose versions tell of a change to the weight, where these are not `compressed` and `bitmask`.  A
+    `fresh` weight was written by the kernel before.
     """
     if not x.is_cuda:
         return reference.linear(x, compressed, bitmask, bias, in_features)
@@ -93,7 +98,7 @@ def linear(
     )
     plan = _PLANS.get(key) or _keep(key, _plan(x, compressed, bitmask, bias, metadata, in_features))
     if plan.start is not None:
-        return plan.run(x, counted or (compressed, bitmask))
+        return plan.run(x, () if fresh else counted or (compressed, bitmask))
     if plan.path == "cusparselt":
         return cusparselt.linear(x, _cusparselt_buffer(compressed, metadata), plan.out_features, bias)
     return reference.linear(x, compressed, bitmask, bias, in_features)
@@ -186,7 +191,7 @@ def linear_8bit(
         return plan.run(x, (compressed, bitmask))
     if plan.path == "widen":
         wide = (compressed.to(torch.float32) * weight_scale.to(torch.float32).reshape(-1, 1)).to(x.dtype)
-        return linear(x, wide, bitmask, bias, None, in_features)
+        return linear(x, wide, bitmask, bias, None, in_features, fresh=True)
     return reference.linear_8bit(x, compressed, bitmask, weight_scale, bias, in_features)
 
 
@@ -217,3 +222,55 @@ def _plan_8bit(
     with torch.cuda.device(x.device):
         weight = WeightAt.of(compressed, bitmask, bias, weight_scale)
         return Plan(choice.path, out_features, dispatch.starter(choice.config, weight, rows, x.dtype, values, input_scale))
+
+
+def linear_marlin24(
+    x: Tensor, weight_packed: Tensor, meta: Tensor, scale_packed: Tensor, bias: Tensor | None, num_bits: int, scales_permuted: bool
+) -> Tensor:
+    """x W^T + bias with a weight in Marlin's order; see `reference.linear_marlin24`."""
+    if not x.is_cuda:
+        return reference.linear_marlin24(x, weight_packed, meta, scale_packed, bias, num_bits, scales_permuted)
+    x = _aligned(x)
+    weights = weight_packed, meta, scale_packed
+    key = (x.numel(), x.shape[-1:], x.dtype, x.get_device(), num_bits, scales_permuted, *(_where(tensor) for tensor in (*weights, bias)))
+    plan = _PLANS.get(key) or _keep(key, _plan_marlin24(x, *weights, bias, num_bits, scales_permuted))
+    if plan.start is not None:
+        return plan.run(x, weights)
+    if plan.path == "widen":
+        values, bitmask = _widened_marlin24(x.dtype, *weights, num_bits, scales_permuted)
+        return linear(x, values, bitmask, bias, None, x.shape[-1], fresh=True)
+    return reference.linear_marlin24(x, *weights, bias, num_bits, scales_permuted)
+
+
+def _plan_marlin24(
+    x: Tensor, weight_packed: Tensor, meta: Tensor, scale_packed: Tensor, bias: Tensor | None, num_bits: int, scales_permuted: bool
+) -> Plan:
+    n, k, grouped = scale_packed.shape[1], 32 * weight_packed.shape[0], scale_packed.shape[0] > 1
+    tensors = [tensor for tensor in (weight_packed, meta, scale_packed, bias) if tensor is not None]
+    fits = (
+        (x.ndim > 0 and x.shape[-1] == k)
+        and (bias is None or bias.dtype == x.dtype)
+        and scale_packed.dtype == torch.float16
+        and all(tensor.device == x.device and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+    )
+    if not fits:
+        return Plan("unpack", n)
+    m = x.numel() // k
+    path, config, _ = dispatch.choose_marlin24(n, k, m, x.dtype, x.device, num_bits=num_bits, grouped=grouped)
+    if config is None:
+        return Plan(path, n)
+    with torch.cuda.device(x.device):
+        kernel = dispatch.marlin24_kernel(config, x.dtype, x.get_device(), num_bits, grouped, scales_permuted)
+        return Plan(path, n, config.starter(kernel, Marlin24At.of(weight_packed, meta, scale_packed, bias), m))
+
+
+def _widened_marlin24(
+    dtype: torch.dtype, weight_packed: Tensor, meta: Tensor, scale_packed: Tensor, num_bits: int, scales_permuted: bool
+) -> tuple[Tensor, Tensor]:
+    """Values and bitmask as `linear` takes them."""
+    n, k, grouped = scale_packed.shape[1], 32 * weight_packed.shape[0], scale_packed.shape[0] > 1
+    values, bitmask = scale_packed.new_empty(n, k // 2, dtype=dtype), scale_packed.new_empty(n, k // 8, dtype=torch.uint8)
+    with torch.cuda.device(scale_packed.device):
+        kernel = dispatch.marlin24_kernel(None, dtype, scale_packed.get_device(), num_bits, grouped, scales_permuted)
+        expand_starter(kernel, Marlin24At.of(weight_packed, meta, scale_packed, None))(values, bitmask)
+    return values, bitmask

@@ -127,7 +127,7 @@ class MmaSp:
     def starter(self, kernel: Any, weight: WeightAt, m: int) -> Start:
         """What starts the kernel for m rows of x, which is contiguous and aligned to 16 bytes, as y is."""
         n, k = weight.n, weight.k
-        groups, slots = -(-n // self.rows), _multiprocessors(weight.device_index) * self.min_blocks
+        groups, slots = -(-n // self.rows), multiprocessors(weight.device_index) * self.min_blocks
         blocks = -(-groups // -(-groups // slots))  # as few as take as many turns
         api = cuda_core()
         launch, stream, values, bitmask, bias = api.launch, api.stream_of(weight.device_index), weight.values, weight.bitmask, weight.bias
@@ -290,7 +290,8 @@ def cuda_core() -> _Api:
 
 
 @functools.cache
-def _multiprocessors(device_index: int) -> int:
+def multiprocessors(device_index: int) -> int:
+    """Of a device."""
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 

@@ -8,13 +8,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_sparse24.kernels import reference
 from hf_sparse24.kernels.compile import compile_kernel, load_kernel
-from hf_sparse24.kernels.marlin24 import CONFIGS, Marlin24At, expand_defines, expand_starter, why_not_read
-from hf_sparse24.kernels.marlin24_reference import unpack_marlin24
+from hf_sparse24.kernels.marlin24 import CONFIGS, OTHERS, Marlin24At, expand_defines, expand_starter, why_not_read
 from tests.kernels.machine_code import instructions, resources
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LEGAL = np.array([0x4, 0x8, 0xC, 0x9, 0xD, 0xE])
+
+
+ALL = tuple(dict.fromkeys((*(config for configs in CONFIGS.values() for config in configs), *OTHERS)))
+
+
+def unpack_marlin24(weight_packed, meta, scale_packed, num_bits, permuted, dtype):
+    """The dense weight, rounded once, from float32."""
+    return reference.dequantize_marlin24(weight_packed, meta, scale_packed.float(), num_bits, permuted).to(dtype)
 
 
 def random_weight(num_bits, n, k, groups):
@@ -94,11 +102,10 @@ def test_lanes_see_the_weight_of_the_reference(num_bits, permuted, bf16):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_machine_code_multiplies_on_sparse_tensor_cores_and_spills_nothing(arch):
-    for i, config in enumerate(CONFIGS):
-        if config.split > 1 and arch in ("sm_80", "sm_89"):
-            continue
-        dtype = (torch.bfloat16, torch.float16)[i % 2]
-        code = compile_kernel("marlin24", arch, config.defines(dtype, num_bits=4 + i % 2 * 4, grouped=i != 3, scales_permuted=i != 3))
+    # Others than Hopper run OTHERS.  Most registers: bfloat16, and scales for groups.
+    for config, num_bits in itertools.product(ALL if arch == "sm_90a" else OTHERS, (4, 8)):
+        defines = config.defines(torch.bfloat16, num_bits=num_bits, grouped=True, scales_permuted=True)
+        code = compile_kernel("marlin24", arch, defines)
         lines = instructions(code)["marlin24"]
         assert any("HMMA.SP" in line for line in lines)
         # Before sm_90 a jump out of a loop is a CALL to a label.
@@ -200,7 +207,7 @@ def test_lanes_of_the_expansion_write_the_weight_of_the_reference(shape, num_bit
     ],
 )
 def test_a_configuration_says_why_it_cannot(n, k, grouped, capability, why):
-    for config in CONFIGS:
+    for config in ALL:
         found = config.why_not(n, k, grouped=grouped, capability=capability)
         if why == "split":
             assert found == (None if config.split == 1 else "compute capability 8.0 has no clusters of blocks, which come with 9.0")
@@ -225,7 +232,7 @@ def test_expansion_is_exactly_the_reference(shape, num_bits, permuted, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", ALL, ids=str)
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 def test_a_graph_of_products_gives_what_single_launches_give(config, early):
     if torch.cuda.get_device_capability() < (9, 0) and (early or config.split > 1):
@@ -259,7 +266,7 @@ def test_a_graph_of_products_gives_what_single_launches_give(config, early):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", ALL, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("num_bits", [4, 8])
 @pytest.mark.parametrize("shape", [(64, 256, 2), (192, 4096, 32), (192, 4096, 1), (128, 416, 1)], ids=str)  # n, k, groups

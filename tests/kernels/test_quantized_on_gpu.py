@@ -1,10 +1,11 @@
-"""Layers of 8 bits on a GPU: the path that was meant to run runs, and gives the product of what is stored."""
+"""Layers of 8 and 4 bits on a GPU: the path that was meant to run runs, and gives the product of what is stored."""
 
 import pytest
 import torch
 
-from hf_sparse24.kernels import dispatch, plans
-from hf_sparse24.quantized_linear import QuantizedSparse24Linear
+from hf_sparse24.kernels import dispatch, plans, reference
+from hf_sparse24.quantization import QuantizationScheme
+from hf_sparse24.quantized_linear import Marlin24Linear, QuantizedSparse24Linear
 from tests.kernels import products
 
 pytestmark = pytest.mark.gpu
@@ -111,3 +112,50 @@ def test_memory_is_what_is_stored():
     assert stored <= 0.315 * 2 * n * k
     del layer
     assert before - torch.cuda.memory_allocated() <= stored * 1.001 + 4096
+
+
+# ---- in Marlin's order -------------------------------------------------------------------------------------------------------
+
+
+def marlin_layer(n, k, num_bits, grouped, dtype):
+    scheme = QuantizationScheme(
+        num_bits=num_bits, type="int", strategy="group" if grouped else "channel", group_size=128 if grouped else None
+    )
+    linear = torch.nn.Linear(k, n, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        linear.weight.copy_(products.random_weight(n, k, dtype, deficient=True).dense)
+    layer = Marlin24Linear.from_linear(linear.cpu(), scheme).cuda().requires_grad_(False)
+    tensors = layer.tensors[0], layer.tensors[1], layer.tensors[2].float()
+    return layer, reference.dequantize_marlin24(*tensors, num_bits, layer.scales_permuted)
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("grouped", [True, False], ids=["g128", "channel"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (1024, 2048), (192, 256), (17024, 128)], ids=str)
+def test_products_in_marlins_order(num_bits, grouped, dtype, n, k):
+    layer, dense = marlin_layer(n, k, num_bits, grouped, dtype)
+    for m in (1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 300):
+        path, _, reasons = dispatch.choose_marlin24(n, k, m, dtype, torch.device("cuda", 0), num_bits=num_bits, grouped=grouped)
+        assert set(reasons) == set(dispatch.MARLIN_PATHS) - {path} and all(reasons.values())
+        assert path == ("marlin24" if m <= 64 else "widen" if HOPPER else "unpack")
+        x = products.random_x(m, k, dtype)
+        epsilon = products.EPSILON[dtype] * (1 if path == "marlin24" else 2)  # a widened value is rounded once more
+        products.check(layer(x.view(1, m, k)).view(m, n), x, dense, layer.bias, epsilon=epsilon)
+
+
+def test_a_widened_weight_is_complete_before_it_is_read():
+    """In a graph, where kernels start early: each product's weight lies where that of the one before was."""
+    layers = [marlin_layer(1024, 2048, 4, True, torch.float16)[0] for _ in range(3)]
+    for i, layer in enumerate(layers):
+        layer.scale_packed.data.mul_(i + 1)
+    x = products.random_x(200, 2048, torch.float16)
+    expected = [layer(x) for layer in layers]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [layer(x) for layer in layers]
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
