@@ -154,7 +154,9 @@ def test_unstructured_weights_are_quantised_too(tmp_path):
                 # Rounds to zero, which must not be counted as a value.
                 module.weight[:, ::3] *= 1e-6
                 module.weight[torch.rand_like(module.weight) < 0.3] = 0
-    model.save_pretrained(tmp_path, sparsity_config=SparseBitmaskConfig(quantization="int8"))
+    model.save_pretrained(tmp_path, sparsity_config=SparseBitmaskConfig(quantization="int8"), max_shard_size="10KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors_of(tmp_path).values())
     kept = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=KEPT)
     assert torch.equal(logits(kept), logits(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=DENSE)))
 
