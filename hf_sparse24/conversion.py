@@ -37,7 +37,7 @@ from hf_sparse24.config import (
     parse_config,
     without_sparsity,
 )
-from hf_sparse24.errors import CheckpointError
+from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.integration.quantizer import checkpoint_names, warn_left_dense
 from hf_sparse24.modules import listed, match_modules, refusal, tied_names
 from hf_sparse24.quantization import EIGHT_BIT, GPTQ_MARLIN, MARLIN, QuantizationScheme, common_scheme
@@ -113,6 +113,7 @@ def decompress_folder(source: str | Path, out: str | Path) -> None:
             raise CheckpointError(f"{source}: holds no packed weights")
         dense = as_dense(checkpoint.tensors, packed)
         home = _homes(checkpoint, packed)
+        _warn_of_lost_scales(packed)
         with staged(out) as stage:
             weight_map: dict[str, str] = {}
             for file in logging.tqdm(checkpoint.shards, desc="Unpacking shards"):
@@ -179,6 +180,7 @@ def _convert(checkpoint: Checkpoint, out: Path, packed: Mapping[str, PackedSlice
     dense = as_dense(checkpoint.tensors, packed)
     home = _homes(checkpoint, packed)
     compressor, left_dense = config.compressor, [name for name, weight in packed.items() if "weight" in weight.compressor.parts]
+    _warn_of_lost_scales(packed)
     with staged(out) as stage:
         weight_map: dict[str, str] = {}
         for file in logging.tqdm(checkpoint.shards, desc="Converting shards"):
@@ -204,6 +206,8 @@ def _repack(weight: PackedSlice, compressor: BaseCompressor, keep_integers: bool
             integers, scale = own.decompress_integers({part: value[...] for part, value in weight.parts.items()})
             per_row = scale if scale.numel() > 1 or scale.shape == (len(integers), 1) else scale.expand(len(integers))
             return compressor.compress_integers(integers, per_row if per_row.ndim == 2 else per_row.view(-1, 1))
+        if keep_integers and compressor.scheme is not None:
+            raise ValueError("is not quantised, as others are: rounding it must be asked for, by quantization")
         return compressor.compress_weight(weight[...])
     except CheckpointError:
         raise
@@ -274,6 +278,12 @@ def _select(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
     aliases = {module: name.removesuffix(".weight") for module, name in owner.items()}
     tied = tied_names(model)
     return {owner[module] for module in match_modules(modules, config, aliases) if module in owner and f"{module}.weight" not in tied}
+
+
+def _warn_of_lost_scales(packed: Mapping[str, PackedSlice]) -> None:
+    lost = [name for name, weight in packed.items() if "input_scale" in weight.parts]
+    if lost:
+        warn(f"the input_scale of {len(lost)} weights, of {lost[0]} for example, is left out: it is for activations of 8 bits")
 
 
 def _homes(checkpoint: Checkpoint, packed: Mapping[str, PackedSlice]) -> dict[str, str | None]:

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
 
 from hf_sparse24.checkpoint import CONFIG_NAME, PackedSlice, as_dense, find_packed, open_checkpoint, read_json, write_json
+from hf_sparse24.compressors import BaseCompressor, BaseQuantizedCompressor
 from hf_sparse24.config import CONFIGS, DenseSparsityConfig, Sparse24Config, SparsityConfig, as_config, parse_config
 from hf_sparse24.conversion import compress_folder, decompress_folder
 from hf_sparse24.errors import CheckpointError
@@ -111,25 +112,31 @@ class ModelCompressor:
         _, weights = plan_weights(model, self.sparsity_config, original_names=False)
         return {name: weight.read() for name, weight in weights.items()}
 
-    def compress_model(self, model: PreTrainedModel) -> PreTrainedModel:
+    def compress_model(self, model: PreTrainedModel, quantized: Mapping[str, tuple[Tensor, Tensor]] | None = None) -> PreTrainedModel:
         """Replace targeted layers by packed ones, in place; every weight is checked before the first is replaced.
 
         Args:
             model: Its targeted `nn.Linear` layers; other modules stay dense.
+            quantized: Integers and scales of a method that chooses them better than rounding does, by module name, as from
+                `quantization.quantize_weight`.  Other layers are rounded.
 
         Returns:
             The same model; it saves packed, and `model.dequantize()` undoes this.
 
         Raises:
-            ValueError: A targeted weight does not fit the format, targets match nothing, or no target is an `nn.Linear`.
+            ValueError: A targeted weight or its integers do not fit the format, targets match nothing, no target is an `nn.Linear`,
+                or a name in `quantized` is none of a layer that is packed.
         """
+        quantized = quantized or {}
         chosen = choose_weights(model, self.sparsity_config)
         names = [name for name in chosen if type(model.get_submodule(name)) is nn.Linear]
         if not names:
             raise ValueError(f"none of the {len(chosen)} targeted modules is an nn.Linear, only those can be kept packed")
+        integers = {name: _compress_integers(name, chosen.get(name), *given) for name, given in quantized.items()}
         for name in names:
             linear, compressor = model.get_submodule(name), chosen[name]
-            model.set_submodule(name, LAYERS[compressor.format].from_parts(compressor.compress_weight(linear.weight), linear.bias))
+            parts = integers[name] if name in integers else compressor.compress_weight(linear.weight)
+            model.set_submodule(name, LAYERS[compressor.format].from_parts(parts, linear.bias))
         config = self.sparsity_config.model_copy(deep=True)
         complete_scheme(packed_layers(model), config)
         config.global_sparsity = sparsity_of(model)
@@ -192,6 +199,15 @@ class ModelCompressor:
     def decompress_folder(self, source: str | Path, out: str | Path) -> None:
         """Unpack a compressed checkpoint folder into another, shard by shard: `conversion.decompress_folder`."""
         decompress_folder(source, out)
+
+
+def _compress_integers(name: str, compressor: BaseCompressor | None, integers: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    if not isinstance(compressor, BaseQuantizedCompressor):
+        raise ValueError(f"{name}: integers were given for a module that is not packed as such")
+    try:
+        return compressor.compress_integers(integers, scale)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def local_folder(path_or_repo_id: str | Path, **hub_kwargs: Any) -> Path:

@@ -182,8 +182,8 @@ def _round(weight: Tensor, scale: Tensor, scheme: QuantizationScheme) -> Tensor:
     dtype = torch.float16 if scheme.format in (MARLIN, GPTQ_MARLIN) else torch.float32
     quotient = (_by_group(weight.to(dtype), scale) / scale.to(dtype).view(-1, scale.shape[-1], 1)).flatten(1)
     if scheme.type == "float":
-        # A cast of larger numbers would give NaN.
-        return quotient.clamp_(-scheme.largest, scheme.largest).to(FLOAT8)
+        # Scales are exact to MAX_SCALE_ERROR, so that nothing is above 464, from where on a cast gives NaN.
+        return quotient.to(FLOAT8)
     return quotient.round_().clamp_(*scheme.int_range).to(torch.int8)
 
 

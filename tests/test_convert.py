@@ -5,10 +5,12 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import CheckpointError, Sparse24Config
 from hf_sparse24.cli import main
+from hf_sparse24.compressors import Sparse24Compressor
 from hf_sparse24.config import parse_config
 from hf_sparse24.conversion import convert_folder, decompress_folder
 from hf_sparse24.quantization import GPTQ_MARLIN, PRESETS, QuantizationScheme, exact_integers
@@ -122,8 +124,6 @@ def test_packed_4_bits_become_marlin_with_the_same_integers(tmp_path):
 
 
 def write_pack_quantized(dense, target):
-    from safetensors.torch import save_file
-
     tensors = {}
     for name, value in tensors_of(dense).items():
         base = name.removesuffix(".weight")
@@ -190,6 +190,25 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(name, to, qu
     with pytest.raises(ValueError, match=message):
         convert_folder(GOLDEN / name, tmp_path / "out", to, quantization)
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_a_weight_that_is_not_quantised_is_not_rounded_unasked(tmp_path):
+    model_256().save_pretrained(tmp_path / "mixed", sparsity_config=Sparse24Config(quantization="w4a16"))
+    tensors = tensors_of(tmp_path / "mixed")
+    up_proj = "model.layers.0.mlp.up_proj"
+    tensors = {name: value for name, value in tensors.items() if not name.startswith(up_proj)}
+    parts = Sparse24Compressor().compress_weight(model_256().get_parameter(f"{up_proj}.weight"))
+    save_file({**tensors, **{f"{up_proj}.{part}": value for part, value in parts.items()}}, tmp_path / "mixed" / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{up_proj}\.weight: is not quantised, as others are"):
+        convert_folder(tmp_path / "mixed", tmp_path / "out", "gptq-marlin-24")
+    convert_folder(tmp_path / "mixed", tmp_path / "asked", "gptq-marlin-24", "w4a16")
+    assert f"{up_proj}.B_24" in tensors_of(tmp_path / "asked")
+
+
+@pytest.mark.parametrize("to", ["dense", "sparse-24-bitmask"])
+def test_scales_of_activations_are_not_left_out_in_silence(to, tmp_path):
+    with pytest.warns(UserWarning, match="the input_scale of 14 weights"):
+        convert_folder(GOLDEN / "float-quantized-static+sparse-24-bitmask", tmp_path / "out", to)
 
 
 def test_a_damaged_source_is_refused(tmp_path):

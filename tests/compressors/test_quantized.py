@@ -107,11 +107,13 @@ def test_parts_are_those_that_were_announced_and_values_as_close_as_8_bits_are(s
     assert ((dense.float() - weight.float()).abs() <= bound + weight.float().abs() * torch.finfo(dtype).eps).all()
 
 
-def test_float8_saturates_where_the_division_rounds_up():
-    weight = torch.full((1, 4), 0.0)
-    weight[0, 0] = 65504.0
-    parts = SPARSE24.with_scheme(FP8).compress_weight(weight.half())
-    assert parts["compressed"].float().max() == 448
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_the_largest_weight_is_the_largest_float8_number(dtype):
+    """Whichever way its scale is rounded: above 464 it would be NaN."""
+    weight = torch.zeros(1000, 4, dtype=dtype)
+    weight[:, 0] = torch.linspace(-0.01, 65504.0, 1000)
+    values = SPARSE24.with_scheme(FP8).compress_weight(weight)["compressed"].float()
+    assert (values.abs().amax(1) == 448).all()
 
 
 def test_a_weight_of_zeros_has_a_scale_that_is_a_number():

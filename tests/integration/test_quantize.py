@@ -154,7 +154,9 @@ def test_unstructured_weights_are_quantised_too(tmp_path):
                 # Rounds to zero, which must not be counted as a value.
                 module.weight[:, ::3] *= 1e-6
                 module.weight[torch.rand_like(module.weight) < 0.3] = 0
-    model.save_pretrained(tmp_path, sparsity_config=SparseBitmaskConfig(quantization="int8"))
+    model.save_pretrained(tmp_path, sparsity_config=SparseBitmaskConfig(quantization="int8"), max_shard_size="10KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors_of(tmp_path).values())
     kept = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=KEPT)
     assert torch.equal(logits(kept), logits(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=DENSE)))
 
@@ -169,6 +171,38 @@ def test_families_are_written_and_read(family, tmp_path):
     kept = type(model).from_pretrained(tmp_path, quantization_config=KEPT)
     assert sum(isinstance(module, QuantizedSparse24Linear) for module in kept.modules()) == family.num_packed
     torch.testing.assert_close(logits(kept, **family.inputs), logits(dense, **family.inputs))
+
+
+def test_integers_of_a_better_method_are_taken_over(tmp_path):
+    model, name = model_256(), "model.layers.0.mlp.up_proj"
+    weight = model.get_submodule(name).weight.detach()
+    integers, scale = quantize_weight(weight, weight != 0, PRESETS["w4a16"])
+    integers[integers > 0] -= 1
+    compressor = ModelCompressor(Sparse24Config(quantization="w4a16"))
+    compressor.compress_model(model, {name: (integers, scale)}).save_pretrained(tmp_path)
+    layers = packed_layers(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=KEPT))
+    assert torch.equal(layers[name].compressor.decompress_integers(layers[name].parts())[0], integers)
+    other = "model.layers.0.mlp.gate_proj"
+    rounded, _ = quantize_weight(model_256().get_submodule(other).weight, None, PRESETS["w4a16"])
+    assert torch.equal(layers[other].compressor.decompress_integers(layers[other].parts())[0], rounded)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("lm_head", lambda q: q, "lm_head: integers were given for a module that is not packed"),
+        ("model.layers.0.mlp.up_proj", lambda q: q + 100, r"up_proj: integers run from"),
+        ("model.layers.0.mlp.up_proj", lambda q: q[:, :128], r"up_proj: scale has shape \(512, 2\)"),
+    ],
+    ids=["not-packed", "range", "shape"],
+)
+def test_integers_that_do_not_fit_are_refused_by_layer_and_nothing_is_changed(name, change, message):
+    model = model_256()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    integers, scale = quantize_weight(weight, None, PRESETS["w4a16"])
+    with pytest.raises(ValueError, match=message):
+        ModelCompressor(Sparse24Config(quantization="w4a16")).compress_model(model, {name: (change(integers), scale)})
+    assert not packed_layers(model)
 
 
 # ---- refused ------------------------------------------------------------------------------------------------------------------------

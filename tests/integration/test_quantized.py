@@ -272,6 +272,15 @@ def test_every_spelling_of_marlin_is_read(block):
     assert parsed.sparsity.compressor.format == ("gptq-marlin-24" if "bits" in block else "marlin-24")
 
 
+def test_schemes_of_a_file_are_written_again_as_they_are():
+    block = block_of(FP8)
+    block["config_groups"]["group_0"]["weights"]["observer"] = "mse"
+    block["config_groups"]["group_1"] = {**block["config_groups"]["group_0"], "targets": ["re:.*vision.*"], "mine": 1}
+    written = parse_config({"quantization_config": block}).sparsity.to_dict()
+    assert written["config_groups"].pop(GUARD) == ["Linear"]
+    assert written == block
+
+
 REFUSED = {
     "asymmetric": (W4, lambda weights: weights.update(symmetric=False), "asymmetric"),
     "3-bits": (W4, lambda weights: weights.update(num_bits=3), "num_bits"),
