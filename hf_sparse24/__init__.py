@@ -9,7 +9,7 @@ from hf_sparse24.integration import load as _load
 from hf_sparse24.integration import save as _save
 from hf_sparse24.linear import Sparse24Linear, SparseBitmaskLinear
 from hf_sparse24.model_compressor import ModelCompressor
-from hf_sparse24.pruning import PruneReport, prune
+from hf_sparse24.pruning import KeepMasks, PruneReport, keep_masks, prune
 
 _load.install()
 _save.install()
@@ -18,6 +18,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "CheckpointError",
     "DenseSparsityConfig",
+    "KeepMasks",
     "ModelCompressor",
     "PruneReport",
     "Sparse24Config",
@@ -26,5 +27,6 @@ __all__ = [
     "SparseBitmaskLinear",
     "SparsityConfig",
     "__version__",
+    "keep_masks",
     "prune",
 ]

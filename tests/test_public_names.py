@@ -9,6 +9,7 @@ import hf_sparse24
 PUBLIC_NAMES = {
     "CheckpointError",
     "DenseSparsityConfig",
+    "KeepMasks",
     "ModelCompressor",
     "PruneReport",
     "Sparse24Config",
@@ -17,6 +18,7 @@ PUBLIC_NAMES = {
     "SparseBitmaskLinear",
     "SparsityConfig",
     "__version__",
+    "keep_masks",
     "prune",
 }
 CONFIG_DEFAULTS = {
