@@ -9,7 +9,7 @@ from hf_sparse24.integration import load as _load
 from hf_sparse24.integration import save as _save
 from hf_sparse24.linear import Sparse24Linear, SparseBitmaskLinear
 from hf_sparse24.model_compressor import ModelCompressor
-from hf_sparse24.pruning import KeepMasks, PruneReport, keep_masks, prune
+from hf_sparse24.pruning import KeepMasks, PruneReport, distill, keep_masks, prune
 
 _load.install()
 _save.install()
@@ -27,6 +27,7 @@ __all__ = [
     "SparseBitmaskLinear",
     "SparsityConfig",
     "__version__",
+    "distill",
     "keep_masks",
     "prune",
 ]

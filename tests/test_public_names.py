@@ -18,6 +18,7 @@ PUBLIC_NAMES = {
     "SparseBitmaskLinear",
     "SparsityConfig",
     "__version__",
+    "distill",
     "keep_masks",
     "prune",
 }
@@ -35,7 +36,12 @@ COMMAND_LINE: dict[str, set[str]] = {
     "decompress": {"--json"},
     "demo": {"--json", "--max-new-tokens", "--model", "--out", "--prompt"},
     "doctor": {"--json"},
+    "eval": {"--against", "--text", "--device", "--json", "--seed", "--window", "--windows"},
     "inspect": {"--json"},
+    "prune": {
+        *("--calibration", "--damp", "--distill-minutes", "--ignore", "--method", "--pattern", "--refine", "--report", "--targets"),
+        *("--true-sequential", "--device", "--json", "--seed", "--window", "--windows"),
+    },
 }
 
 

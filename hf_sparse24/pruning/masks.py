@@ -50,6 +50,13 @@ def masks_of_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+@torch.no_grad()
+def apply_masks(model: nn.Module) -> None:
+    """Set every pruned weight to 0 again, after something changed it: an ordinary LoRA merge, say."""
+    for module, parameter, weight in _masked_weights(model):
+        _zero_pruned(weight, module, parameter)
+
+
 def save_masks(model: nn.Module, folder: Path | str) -> None:
     """Write the stored masks to `sparse24_masks.safetensors`, beside a training checkpoint."""
     save_file({name: mask.cpu().contiguous() for name, mask in stored_masks(model).items()}, Path(folder) / MASKS_FILE)
@@ -70,6 +77,7 @@ def _store(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
         if name not in parameters or parameters[name].shape != mask.shape:
             found = tuple(parameters[name].shape) if name in parameters else "no such weight"
             raise ValueError(f"the mask of {name} has shape {tuple(mask.shape)}, the model has {found}: it is of another model")
+    for name, mask in masks.items():
         module, _, parameter = name.rpartition(".")
         store_mask(model.get_submodule(module), mask.to(parameters[name].device), parameter)
 
@@ -92,15 +100,9 @@ class MaskKeeper:
         ]
         self._handles += [
             register_optimizer_step_pre_hook(lambda *_: self._mask_sharded_gradients()),
-            register_optimizer_step_post_hook(lambda *_: self.apply()),
+            register_optimizer_step_post_hook(lambda *_: apply_masks(model)),
         ]
-        self.apply()
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Set every pruned weight to 0 now."""
-        for module, parameter, weight in _masked_weights(self.model):
-            _zero_pruned(weight, module, parameter)
+        apply_masks(model)
 
     def remove(self) -> None:
         """Stop; the masks stay on the model."""
