@@ -15,6 +15,8 @@ from tests.test_demo import chat_folder, save_tokenizer
 
 __all__ = ["chat_folder"]
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than 8 tokens.*:UserWarning")
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
