@@ -87,8 +87,10 @@ class Benchmark:
         print(render(self.result))
 
     def start_section(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """A part of the file."""
+        """A part of the file; that of an earlier run of the same commit is continued."""
         section: dict[str, Any] = {"environment": environment(self.device, self.arguments.commit), **settings, "rows": [], "skipped": []}
+        if (found := self.result.get(name)) and _comparable(found) == _comparable(section):
+            section["rows"] = found["rows"]
         self.result[name] = section
         return section
 
@@ -101,11 +103,13 @@ class Benchmark:
         """A record for the dense model and for every method; gives back the model of the row `keep`."""
         from hf_sparse24 import prune
 
-        section["rows"].append({"method": "dense", **measure(dense)})
+        done = {row["method"]: row for row in section["rows"]}
+        if "dense" not in done:
+            section["rows"].append({"method": "dense", **measure(dense)})
         kept = None
         for method, refine in ROWS:
             name = f"{method}+{refine}" if refine else method
-            if self.arguments.rows and name not in self.arguments.rows:
+            if (self.arguments.rows and name not in self.arguments.rows) or (name in done and name != keep):
                 continue
             if time.monotonic() > self.stop:
                 section["skipped"].append(name)
@@ -120,7 +124,6 @@ class Benchmark:
             )
             print(section["rows"][-1], flush=True)
             self.write()
-            kept = model if name == keep else kept
         return kept
 
     # ---- MiniLM --------------------------------------------------------------------------------------------------------------
@@ -170,7 +173,7 @@ class Benchmark:
 
         name = f"smollm2, {num_calibrate} x {length} tokens"
         section = self.start_section(name, {"calibration_tokens": calibration.numel(), "evaluation_tokens": held_out.numel()})
-        model = self.rows(section, dense, [calibration], measure, keep="alps", batch_size=8)
+        model = self.rows(section, dense, [calibration], measure, keep="alps" if self.arguments.distill_minutes else None, batch_size=8)
         if self.arguments.distill_minutes and model is not None:
             self.distill(section, model, dense, tokenizer, measure)
         self.write()
@@ -189,6 +192,12 @@ class Benchmark:
         learnt = distill(model, dense, [data], minutes=self.arguments.distill_minutes, learning_rate=self.arguments.learning_rate)
         record |= {"seconds": learnt.seconds, "steps": learnt.steps, "losses": learnt.losses[:: max(1, learnt.steps // 50)]}
         section["rows"].append({**record, **measure(model)})
+
+
+def _comparable(section: dict[str, Any]) -> dict[str, Any]:
+    """Without what may differ between runs that belong together."""
+    environment = {key: value for key, value in section["environment"].items() if key != "date"}
+    return {**section, "environment": environment, "rows": None, "skipped": None}
 
 
 def by_source(model: Any, windows: Tensor, names: list[str]) -> dict[str, float]:

@@ -180,7 +180,7 @@ def _masking(module: nn.Module, parameter: str) -> Any:
 
 def _zero_pruned(values: Tensor, module: nn.Module, parameter: str) -> None:
     mask = module.get_buffer(f"{parameter}{SUFFIX}")
-    if isinstance(values, DTensor):  # each process has the whole mask, and takes the part of its shard
-        mask = distribute_tensor(mask, values.device_mesh, values.placements).to_local()
+    if isinstance(values, DTensor):  # each process has the whole mask, and cuts out what belongs to its shard
+        mask = distribute_tensor(mask, values.device_mesh, values.placements, src_data_rank=None).to_local()
         values = values.to_local()
     values.masked_fill_(~mask, 0)
