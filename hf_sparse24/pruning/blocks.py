@@ -51,7 +51,7 @@ def find_units(model: nn.Module, names: Sequence[str], batch: Batch, device: tor
         device: Where the model is.
 
     Returns:
-        The units, and the names of layers that did not run.
+        The units, and the names of layers that did not run.  Inside a block they may run yet, on other rows.
     """
     modules = dict(model.named_modules())
     lists = {name: _outer_list(name, modules) for name in names}
@@ -76,9 +76,11 @@ def find_units(model: nn.Module, names: Sequence[str], batch: Batch, device: tor
             units[name] = Unit(name, layers=[[name]])
         elif found not in units:
             blocks_of_list = list(modules[found])
-            layers = [[n for n in order if n.startswith(f"{found}.{index}.")] for index in range(len(blocks_of_list))]
+            inside = [n for n in [*order, *sorted(set(names) - set(order))] if lists[n] == found]
+            layers = [[n for n in inside if n.startswith(f"{found}.{index}.")] for index in range(len(blocks_of_list))]
             units[found] = Unit(found, blocks_of_list, layers, _is_chain([seen.get(block) for block in blocks_of_list]))
-    return list(units.values()), [name for name in names if name not in order]
+    placed = {name for unit in units.values() for layers in unit.layers for name in layers}
+    return list(units.values()), [name for name in names if name not in placed]
 
 
 def _outer_list(name: str, modules: Mapping[str, nn.Module]) -> str | None:
@@ -228,10 +230,11 @@ class Watcher:
         return self.sums[self.leaders[name]]
 
     def groups(self, names: Sequence[str]) -> list[list[str]]:
-        """Layers with one input, in the order given."""
+        """Layers with one input, in the order given; those that did not run are left out."""
         found: dict[str, list[str]] = {}
         for name in names:
-            found.setdefault(self.leaders[name], []).append(name)
+            if name in self.leaders:
+                found.setdefault(self.leaders[name], []).append(name)
         return list(found.values())
 
 

@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -115,7 +115,7 @@ def prune(
             units, never_run = find_units(model, list(layers), batches[0], model.device)
             for unit in units:
                 report.layers += pruner.prune_unit(model, unit, batches, true_sequential)
-        _report_never_run(report, never_run)
+        _report_never_run(report, never_run + pruner.never_run)
         _warn_of_few_tokens(report, layers, refine == "cg")
     report.seconds = round(time.perf_counter() - started, 3)
     return report
@@ -187,6 +187,7 @@ class _Pruner:
     damp: float
     device: torch.device | None
     after_layer: AfterLayer | None
+    never_run: list[str] = field(default_factory=list)
 
     def prune_unit(self, model: Any, unit: Unit, batches: list[Batch], true_sequential: bool) -> Iterator[LayerReport]:
         """Its blocks in turn."""
@@ -202,9 +203,11 @@ class _Pruner:
             return
         stages = [names]
         if true_sequential:
-            stages = self._watch(runs[:1], names).groups(names)
+            seen = self._watch(runs[:1], names)
+            stages = [*seen.groups(names), *([name] for name in names if name not in seen.leaders)]
         for stage in stages:
             watcher = self._watch(runs, stage)
+            self.never_run += [name for name in stage if name not in watcher.leaders]
             for group in watcher.groups(stage):
                 inputs = watcher.sums.pop(group[0])
                 hessian = inputs.hessian()

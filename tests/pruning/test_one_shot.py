@@ -217,7 +217,7 @@ def test_without_calibration_it_is_magnitude():
     assert report.method == "magnitude" and report.layers[0].tokens == 0
     for layer in report.layers:
         before, after = dense.get_submodule(layer.name).weight, model.get_submodule(layer.name).weight
-        assert layer.relative_error == pytest.approx(float((before - after).square().sum() / before.square().sum()), rel=1e-4)
+        assert layer.relative_error == pytest.approx(((before - after).square().sum() / before.square().sum()).item(), rel=1e-4)
         assert layer.dropped == layer.elements // 2
 
 
@@ -256,6 +256,29 @@ def test_layers_that_never_run_are_listed_and_warned_of():
     with pytest.warns(UserWarning, match="layers stay dense: .*no calibration input reached it"):
         report = prune(model, [IDS], "wanda")
     assert len(report.layers) == 14 and any("vision_tower" in name for name in report.left_dense)
+
+
+class Switch(nn.Module):
+    """Experts as modules of their own: a row goes to one of three, and never to the last."""
+
+    def __init__(self, expert):
+        super().__init__()
+        self.experts = nn.ModuleList([expert, copy.deepcopy(expert), copy.deepcopy(expert)])
+
+    def forward(self, x):
+        return torch.cat([self.experts[index % 2](row[None]) for index, row in enumerate(x)])
+
+
+@pytest.mark.parametrize("true_sequential", [False, True])
+def test_layers_that_run_on_some_rows_only_are_pruned_on_those(true_sequential):
+    model = build()
+    model.model.layers[1].mlp = Switch(model.model.layers[1].mlp)
+    with pytest.warns(UserWarning, match="3 layers stay dense"):
+        report = prune(model, [IDS], "wanda", true_sequential=true_sequential)
+    assert len(report.layers) == 14 + 3
+    assert all(".experts.2." in name for name in report.left_dense) and len(report.left_dense) == 3
+    tokens = {layer.name: layer.tokens for layer in report.layers if layer.name.endswith("up_proj") and "experts" in layer.name}
+    assert list(tokens.values()) == [IDS.numel() // 2] * 2
 
 
 def test_after_layer_gets_each_layer_before_anything_runs_on_it():
