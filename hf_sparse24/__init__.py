@@ -10,7 +10,7 @@ from hf_sparse24.integration import load as _load
 from hf_sparse24.integration import save as _save
 from hf_sparse24.linear import Sparse24Linear, SparseBitmaskLinear
 from hf_sparse24.model_compressor import ModelCompressor
-from hf_sparse24.pruning import PruneReport, prune
+from hf_sparse24.pruning import KeepMasks, PruneReport, distill, keep_masks, prune
 from hf_sparse24.quantization import QuantizationScheme
 
 _load.install()
@@ -21,6 +21,7 @@ __all__ = [
     "CheckpointError",
     "DenseSparsityConfig",
     "FusionReport",
+    "KeepMasks",
     "ModelCompressor",
     "PruneReport",
     "QuantizationScheme",
@@ -30,7 +31,9 @@ __all__ = [
     "SparseBitmaskLinear",
     "SparsityConfig",
     "__version__",
+    "distill",
     "fuse_projections",
+    "keep_masks",
     "prune",
     "unfuse_projections",
 ]

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_sparse24.pruning_commands import add_commands
+
 # torch and Transformers are imported where they are used.
 
 
@@ -70,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = add("inspect", _inspect, "say what is sparse, how it is stored, and what loading makes of it here")
     inspect.add_argument("dir", help="checkpoint folder, or repository on the Hub")
 
+    add_commands(add)
     add("doctor", _doctor, "say what is installed, and which kernels run on which device here, and why others do not")
     return parser
 

@@ -5,7 +5,7 @@ The tensors are read one at a time; a packed weight is unpacked to be looked at,
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from hf_sparse24.integration.load import why_unpacked
 from hf_sparse24.integration.quantizer import checkpoint_names, place_packed_layers
 from hf_sparse24.model_compressor import local_folder
 from hf_sparse24.pattern import structure
+from hf_sparse24.table import render_columns
 
 COLUMNS = ("weight", "module", "shape", "dtype", "stored as", "structure", "zeros", "bytes", "of dense", "on load")
 NUMERIC = {"zeros", "bytes", "of dense"}
@@ -128,18 +129,6 @@ def render_table(report: FolderReport) -> str:
         kind = (weight.module, weight.shape, weight.dtype, weight.format, weight.structure, weight.on_load)
         groups[(re.sub(r"\d+", "#", weight.name), *kind)].append(weight)
     return "\n".join([render_columns(COLUMNS, map(_row, groups.values()), NUMERIC), "", *_summary(report)])
-
-
-def render_columns(header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[str] = ()) -> str:
-    """Aligned columns; those named in `numeric` to the right."""
-    table = [header, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    right = [name in set(numeric) for name in header]
-    lines = [
-        "  ".join(cell.rjust(width) if is_right else cell.ljust(width) for cell, width, is_right in zip(row, widths, right, strict=True))
-        for row in table
-    ]
-    return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def show_bytes(size_bytes: int) -> str:

@@ -10,6 +10,7 @@ PUBLIC_NAMES = {
     "CheckpointError",
     "DenseSparsityConfig",
     "FusionReport",
+    "KeepMasks",
     "ModelCompressor",
     "PruneReport",
     "QuantizationScheme",
@@ -19,7 +20,9 @@ PUBLIC_NAMES = {
     "SparseBitmaskLinear",
     "SparsityConfig",
     "__version__",
+    "distill",
     "fuse_projections",
+    "keep_masks",
     "prune",
     "unfuse_projections",
 }
@@ -40,7 +43,12 @@ COMMAND_LINE: dict[str, set[str]] = {
     "decompress": {"--json"},
     "demo": {"--json", "--max-new-tokens", "--model", "--out", "--prompt"},
     "doctor": {"--json"},
+    "eval": {"--against", "--text", "--device", "--json", "--seed", "--window", "--windows"},
     "inspect": {"--json"},
+    "prune": {
+        *("--calibration", "--damp", "--distill-minutes", "--ignore", "--method", "--pattern", "--refine", "--report", "--targets"),
+        *("--true-sequential", "--device", "--json", "--seed", "--window", "--windows"),
+    },
 }
 
 

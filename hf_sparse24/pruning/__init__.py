@@ -1,5 +1,36 @@
-"""Making a dense model 2:4.  Nothing else in the package changes a weight."""
+"""Making a dense model 2:4, and keeping it so through training.  Nothing else in the package changes a weight."""
 
-from hf_sparse24.pruning.magnitude import LayerReport, PruneReport, prune
+from hf_sparse24.pruning.calibration import make_batches, pack_windows
+from hf_sparse24.pruning.distill import DistillReport, distill, sample_windows
+from hf_sparse24.pruning.evaluate import Agreement, agreement, embed, perplexity
+from hf_sparse24.pruning.gptq import gptq
+from hf_sparse24.pruning.lora import add_masked_lora, merge_masked_lora
+from hf_sparse24.pruning.masks import KeepMasks, MaskKeeper, apply_masks, keep_masks, load_masks, save_masks, stored_masks
+from hf_sparse24.pruning.one_shot import METHODS, prune
+from hf_sparse24.pruning.report import LayerReport, PruneReport
 
-__all__ = ["LayerReport", "PruneReport", "prune"]
+__all__ = [
+    "METHODS",
+    "Agreement",
+    "DistillReport",
+    "KeepMasks",
+    "LayerReport",
+    "MaskKeeper",
+    "PruneReport",
+    "add_masked_lora",
+    "agreement",
+    "apply_masks",
+    "distill",
+    "embed",
+    "gptq",
+    "keep_masks",
+    "load_masks",
+    "make_batches",
+    "merge_masked_lora",
+    "pack_windows",
+    "perplexity",
+    "prune",
+    "sample_windows",
+    "save_masks",
+    "stored_masks",
+]

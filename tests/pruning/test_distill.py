@@ -1,0 +1,103 @@
+"""Distillation of tiny models."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_sparse24 import distill, prune
+from hf_sparse24.pruning import sample_windows, stored_masks
+from tests.pruning.test_masks import is_kept
+from tests.pruning.test_one_shot import IDS, build
+
+
+@pytest.fixture
+def pair():
+    dense = build()
+    model = copy.deepcopy(dense)
+    prune(model)
+    return model, dense
+
+
+def run(model, dense, **options):
+    return distill(
+        model, dense, IDS, **{"steps": 30, "warmup": 3, "batch_size": 4, "micro_batch_size": 2, "learning_rate": 3e-3, **options}
+    )
+
+
+def test_the_pruned_model_comes_nearer_to_the_dense_one_and_stays_pruned(pair):
+    model, dense = pair
+    expected, masks = copy.deepcopy(dense.state_dict()), stored_masks(model)
+    report = run(model, dense)
+    assert report.steps == len(report.losses) == 30 and report.seconds > 0
+    assert sum(report.losses[-5:]) < 0.4 * sum(report.losses[:5])
+    assert is_kept(model, masks) and len(masks) == 14
+    assert all(torch.equal(weight, expected[name]) for name, weight in dense.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters()) and not model.training
+
+
+def test_the_first_loss_is_the_divergence_of_the_predictions(pair):
+    model, dense = pair
+    with torch.no_grad():
+        found, expected = (m(input_ids=IDS).logits.softmax(-1) for m in pair)
+    divergence = (expected * (expected / found).log()).sum(-1).mean()
+    assert run(model, dense, steps=1, batch_size=6, micro_batch_size=3).losses[0] == pytest.approx(divergence.item(), rel=1e-4)
+
+
+def test_with_steps_it_depends_on_the_seed_alone():
+    results = []
+    for seed in (1, 1, 2):
+        dense = build()
+        model = copy.deepcopy(dense)
+        prune(model)
+        run(model, dense, steps=4, seed=seed)
+        results.append(model.state_dict()["model.layers.0.mlp.up_proj.weight"])
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+
+
+def test_it_stops_when_its_minutes_are_over(pair):
+    report = run(*pair, steps=None, minutes=0.02)
+    assert report.steps >= 1 and 1.2 <= report.seconds < 10
+
+
+def test_a_model_in_bfloat16_comes_back_in_bfloat16():
+    dense = build().to(torch.bfloat16)
+    model = copy.deepcopy(dense)
+    prune(model)
+    buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    report = run(model, dense)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == buffers
+    assert report.losses[-1] < report.losses[0]
+
+
+def test_encoders_learn_hidden_states_and_padding_does_not_count():
+    dense = build("bert").bert
+    model = copy.deepcopy(dense)
+    prune(model)
+    twin = copy.deepcopy(model)
+    mask = torch.ones_like(IDS)
+    mask[:, 20:] = 0
+    other = IDS.clone()
+    other[:, 20:] = 5
+    options = {"steps": 20, "warmup": 2, "learning_rate": 3e-3, "batch_size": 6}
+    report = distill(model, dense, [{"input_ids": IDS, "attention_mask": mask}], **options)
+    expected = distill(twin, dense, [{"input_ids": other, "attention_mask": mask}], **options)
+    assert report.losses[-1] < 0.5 * report.losses[0]
+    assert report.losses == pytest.approx(expected.losses, rel=1e-3)
+
+
+def test_it_needs_an_end(pair):
+    with pytest.raises(ValueError, match="needs minutes or steps"):
+        distill(*pair, IDS)
+
+
+def test_a_model_writes_windows():
+    dense = build()
+    windows = sample_windows(dense, 5, 12, start=3, batch_size=2, seed=1)
+    assert windows.shape == (5, 12) and bool((windows[:, 0] == 3).all())
+    assert torch.equal(windows, sample_windows(dense, 5, 12, start=3, batch_size=2, seed=1))
+    assert not torch.equal(windows, sample_windows(dense, 5, 12, start=3, batch_size=2, seed=2))
+    dense.config.bos_token_id = None
+    with pytest.raises(ValueError, match="no bos_token_id"):
+        sample_windows(dense, 1, 4)
