@@ -54,15 +54,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240, help="leave out what does not fit")
     parser.add_argument("--commit", help="of the source, where git does not know")
     parser.add_argument("--earlier-work", action="store_true")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="only these; cells of others in OUT stay")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("quantized.py: no GPU is visible, nothing is measured")
         return
     stop = time.monotonic() + arguments.seconds
     result: dict[str, Any] = {"benchmark": "quantized", "environment": matmul.environment(arguments.commit), "cells": [], "skipped": []}
+    if arguments.out.exists():
+        result["cells"] = [c for c in json.loads(arguments.out.read_text())["cells"] if c["form"] not in arguments.forms]
     shapes = EARLIER_WORK if arguments.earlier_work else MAIN
-    jobs = [(name, shape) for name in FORMS for shape in shapes if not arguments.earlier_work or FORMS[name][2] == torch.float16]
-    jobs += [("fp8", shape) for shape in UNTUNED if not arguments.earlier_work]
+    jobs = [(name, shape) for name in arguments.forms for shape in shapes if not arguments.earlier_work or FORMS[name][2] == torch.float16]
+    jobs += [("fp8", shape) for shape in UNTUNED if "fp8" in arguments.forms and not arguments.earlier_work]
     with torch.no_grad():
         for name, (n, k) in jobs:
             if time.monotonic() > stop:
@@ -173,7 +176,7 @@ def marlin_layer(n: int, k: int, num_bits: int, grouped: bool, dtype: torch.dtyp
         _PACKED[n, k, num_bits, grouped] = pack_integers(integers, num_bits)
     packed, meta = _PACKED[n, k, num_bits, grouped]
     groups = k // 128 if grouped else 1
-    scale = (torch.rand(groups, n, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)) + 0.5).half() / 64
+    scale = (torch.rand(n, groups, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)) + 0.5).half() / 64
     shift = 64 * seed  # whole units of rows
     parts = {
         "weight_packed": packed.roll(shift * num_bits // 2, 1), "meta": meta.roll(2 * shift, 1),
