@@ -54,18 +54,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240, help="leave out what does not fit")
     parser.add_argument("--commit", help="of the source, where git does not know")
     parser.add_argument("--earlier-work", action="store_true")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="only these; cells of others in OUT stay")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="only these; other cells of FILE stay")
+    parser.add_argument("--untuned", action="store_true", help="float8 also with shapes that no table was made for")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("quantized.py: no GPU is visible, nothing is measured")
         return
     stop = time.monotonic() + arguments.seconds
-    result: dict[str, Any] = {"benchmark": "quantized", "environment": matmul.environment(arguments.commit), "cells": [], "skipped": []}
-    if arguments.out.exists():
-        result["cells"] = [c for c in json.loads(arguments.out.read_text())["cells"] if c["form"] not in arguments.forms]
     shapes = EARLIER_WORK if arguments.earlier_work else MAIN
     jobs = [(name, shape) for name in arguments.forms for shape in shapes if not arguments.earlier_work or FORMS[name][2] == torch.float16]
-    jobs += [("fp8", shape) for shape in UNTUNED if "fp8" in arguments.forms and not arguments.earlier_work]
+    jobs += [("fp8", shape) for shape in UNTUNED if arguments.untuned]
+    result: dict[str, Any] = {"benchmark": "quantized", "environment": matmul.environment(arguments.commit), "cells": [], "skipped": []}
+    if arguments.out.exists():
+        earlier = json.loads(arguments.out.read_text())["cells"]
+        result["cells"] = [cell for cell in earlier if (cell["form"], (cell["n"], cell["k"])) not in jobs]
     with torch.no_grad():
         for name, (n, k) in jobs:
             if time.monotonic() > stop:
