@@ -50,21 +50,22 @@ CONFIGS: dict[MmaSp | WgmmaSp, float] = {
     WgmmaSp(64, 8, 256, stages=5, ahead=2, split=4, min_blocks=2): 1.0,
     WgmmaSp(128, 8, 256, stages=6, ahead=2): 0.996,
     WgmmaSp(128, 8, 128, stages=6, ahead=2, split=4, min_blocks=2, window=256): 0.997,
-    WgmmaSp(64, 16, 256, stages=4, ahead=2, split=4, min_blocks=2): 1.001,
-    WgmmaSp(128, 16, 128, stages=8, ahead=2, window=256): 0.995,
-    WgmmaSp(128, 16, 128, stages=5, ahead=2, split=4, min_blocks=2, window=256): 0.997,
-    WgmmaSp(64, 32, 128, stages=8, ahead=2, split=2, window=256): 0.993,
-    WgmmaSp(64, 32, 128, stages=6, ahead=2, split=4, min_blocks=2, window=256): 0.998,
-    WgmmaSp(128, 32, 256, stages=4, ahead=2, multicast=4): 0.995,
-    WgmmaSp(128, 32, 128, stages=4, ahead=2, split=4, min_blocks=2, window=256): 1.0,
-    WgmmaSp(64, 64, 256, stages=4, ahead=2): 0.999,
-    WgmmaSp(64, 64, 256, stages=4, ahead=2, multicast=4): 0.984,
-    WgmmaSp(64, 64, 256, stages=4, ahead=2, split=2): 1.0,
-    WgmmaSp(64, 64, 256, stages=4, ahead=2, split=4): 1.001,
-    WgmmaSp(128, 64, 256, stages=3, ahead=2): 1.0,
-    WgmmaSp(128, 64, 128, stages=6, ahead=2, multicast=4, window=256): 0.999,
-    WgmmaSp(128, 64, 128, stages=6, ahead=2, split=4, window=256): 0.998,
+    WgmmaSp(64, 16, 256, stages=4, ahead=2, min_blocks=2): 0.922,
+    WgmmaSp(64, 16, 128, stages=8, ahead=4, split=2, min_blocks=2): 0.925,
+    WgmmaSp(64, 16, 128, stages=8, ahead=4, split=4, min_blocks=2): 0.911,
+    WgmmaSp(64, 32, 128, stages=8, ahead=4): 0.855,
+    WgmmaSp(64, 32, 256, stages=6, ahead=2, multicast=2): 0.902,
+    WgmmaSp(64, 32, 128, stages=8, ahead=4, split=2): 0.892,
+    WgmmaSp(64, 32, 128, stages=6, ahead=4, split=4, min_blocks=2): 0.898,
+    WgmmaSp(128, 32, 256, stages=4, ahead=2): 0.922,
+    WgmmaSp(128, 32, 256, stages=4, ahead=2, multicast=4): 0.898,
+    WgmmaSp(64, 64, 128, stages=8, ahead=4): 0.875,
+    WgmmaSp(64, 64, 128, stages=8, ahead=4, split=2): 0.916,
+    WgmmaSp(64, 64, 128, stages=8, ahead=4, split=4): 0.894,
+    WgmmaSp(128, 64, 256, stages=3, ahead=2): 0.903,
+    WgmmaSp(128, 64, 128, stages=6, ahead=4, split=4): 0.939,
     WgmmaSp(64, 128, 128, stages=5, ahead=2, window=256): 0.936,
+    WgmmaSp(64, 128, 128, stages=5, ahead=2, split=4, window=256): 0.976,
     WgmmaSp(64, 128, 128, stages=5, ahead=2, split=2, window=256): 0.976,
     WgmmaSp(128, 128, 128, stages=4, ahead=2, window=256): 0.936,
     WgmmaSp(128, 128, 128, stages=4, ahead=2, split=2, window=256): 0.966,
@@ -116,15 +117,14 @@ CONFIGS_8BIT: dict[MmaSp | WgmmaSp, float] = {
 # (n, k, up to so many rows of x, more than half of them): where another is at least 3 % faster than what the model picks.
 MEASURED: dict[tuple[int, int, int], MmaSp | WgmmaSp] = {
     (1536, 1536, 8): WgmmaSp(64, 8, 256, stages=5, ahead=2, split=4, min_blocks=2),
-    (2048, 8192, 128): WgmmaSp(128, 128, 128, stages=4, ahead=2, split=4, window=256),
-    (3584, 3584, 32): WgmmaSp(64, 32, 128, stages=8, ahead=2, split=2, window=256),
+    (1536, 1536, 128): WgmmaSp(128, 64, 128, stages=6, ahead=4, split=4),
+    (1536, 1536, 256): WgmmaSp(64, 64, 128, stages=8, ahead=4),
+    (1536, 1536, 512): WgmmaSp(64, 128, 128, stages=5, ahead=2, window=256),
+    (2560, 4096, 256): WgmmaSp(128, 128, 128, stages=4, ahead=2, split=2, window=256),
     (3584, 3584, 256): WgmmaSp(64, 128, 128, stages=5, ahead=2, window=256),
     (4096, 4096, 8): MmaSp(bn=8, tiles=1, depth=4, row_warps=1, column_warps=16, steps=4, buffers=1),
-    (4096, 4096, 32): WgmmaSp(64, 32, 128, stages=8, ahead=2, split=2, window=256),
-    (4096, 14336, 32): WgmmaSp(64, 32, 128, stages=8, ahead=2, split=2, window=256),
-    (5120, 5120, 64): WgmmaSp(64, 64, 256, stages=4, ahead=2, multicast=4),
+    (4096, 4096, 256): WgmmaSp(128, 128, 128, stages=4, ahead=2, split=2, window=256),
     (6144, 4096, 1): WgmmaSp(128, 8, 128, stages=6, ahead=2, split=4, min_blocks=2, window=256),
-    (14336, 4096, 64): WgmmaSp(128, 64, 128, stages=6, ahead=2, multicast=4, window=256),
 }
 MEASURED_8BIT: dict[tuple[int, int, int], MmaSp | WgmmaSp] = {
     (1024, 4096, 8): WgmmaSp(64, 8, 512, stages=8, ahead=2, split=4, value_bytes=1),
@@ -151,7 +151,8 @@ OTHERS: tuple[MmaSp | WgmmaSp, ...] = (
     MmaSp(bn=32, tiles=2, depth=2, row_warps=2, column_warps=4, steps=2, buffers=2),
     MmaSp(bn=64, tiles=2, depth=1, row_warps=4, column_warps=2, steps=2, buffers=2),
 )
-OTHERS_8BIT: tuple[MmaSp, ...] = (
+OTHERS_8BIT: tuple[MmaSp | WgmmaSp, ...] = (
+    WgmmaSp(64, 128, 256, stages=5, ahead=4, value_bytes=1),
     MmaSp(bn=16, tiles=1, depth=1, row_warps=1, column_warps=8, steps=1, buffers=2, value_bytes=1),
     MmaSp(bn=32, tiles=2, depth=1, row_warps=2, column_warps=4, steps=1, buffers=2, value_bytes=1),
     MmaSp(bn=64, tiles=2, depth=1, row_warps=4, column_warps=2, steps=1, buffers=2, value_bytes=1),
@@ -484,8 +485,10 @@ def why_not_kept(format: str = SPARSE24) -> str | None:
 def _why_not_config(config: MmaSp | WgmmaSp, n: int, k: int, m: int, device: torch.device) -> str | None:
     if isinstance(config, MmaSp) and m > MMA_ROWS:
         return f"{m} rows of x are more than {MMA_ROWS}"
-    # The smallest tile that holds all rows, as it was measured; only where tiles are few, or rows many, it may be another.
-    if config.bn != min(128, max(8, 1 << (m - 1).bit_length())) and (m <= 64 or config.bn < (64 if m <= 128 or few_tiles(n, m) else 128)):
+    # The smallest tile that holds all rows, as it was measured; of more than 64 rows also wider ones, or narrower if tiles are few.
+    smallest = min(128, max(8, 1 << (m - 1).bit_length()))
+    narrower = m > 128 and few_tiles(n, m) and config.bn == 64 and isinstance(config, WgmmaSp) and config.bm == 128
+    if config.bn != smallest and (m <= 64 or config.bn < 128) and not narrower:
         return f"its tiles are for other numbers of rows of x than {m}"
     if isinstance(config, WgmmaSp) and config.split > 1 and m > 4 * config.bn:
         return f"its tiles are for fewer rows of x than {m}"

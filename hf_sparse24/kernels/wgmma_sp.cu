@@ -251,7 +251,7 @@ __device__ __forceinline__ void load_words(u32* words, const u8* at) {
 __device__ __forceinline__ void load_mask(Mask& mask, const u8* row, const u8* row8, int at, int last) {
 #pragma unroll
     for (int w = 0; w < TURN / WINDOW; ++w) {
-        const int from = min(at + w * (WINDOW / 8), last);
+        const int from = ELEMENT == 1 || WINDOW > BK ? min(at + w * (WINDOW / 8), last) : at + w * (WINDOW / 8);
         load_words<WORDS>(mask.words + w * WORDS, row + from);
         if (ELEMENT == 2) load_words<WORDS>(mask.words8 + w * WORDS, row8 + from);
     }
@@ -397,7 +397,11 @@ wgmma_sp(const __grid_constant__ TensorMap values_map, const __grid_constant__ T
 #pragma unroll
                 for (int p = 0; p < AHEAD; ++p) {
                     const int turn = turn0 + p;
-                    if (turn >= last_turn) continue;  // with break, ptxas 13.0 waits for each product of 8 bits before it begins the next
+#if FP8 || INT8
+                    if (turn >= last_turn) continue;  // with break, ptxas 13.0 waits for each product before it begins the next
+#else
+                    if (turn >= last_turn) break;
+#endif
                     u32 indices[TURN / 64];
                     find_indices(indices, ahead[p], lane);
                     load_ahead(p, turn + AHEAD);
