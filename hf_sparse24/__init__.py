@@ -3,6 +3,9 @@
 Importing registers with Transformers: `from_pretrained` opens sparse checkpoints, `save_pretrained` takes `sparsity_config=`.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from hf_sparse24 import pruning as _pruning
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.fusion import FusionReport, fuse_projections, unfuse_projections
@@ -10,8 +13,11 @@ from hf_sparse24.integration import load as _load
 from hf_sparse24.integration import save as _save
 from hf_sparse24.linear import Sparse24Linear, SparseBitmaskLinear
 from hf_sparse24.model_compressor import ModelCompressor
-from hf_sparse24.pruning import KeepMasks, PruneReport, distill, keep_masks, prune
+from hf_sparse24.pruning import PruneReport, distill, keep_masks, prune
 from hf_sparse24.quantization import QuantizationScheme
+
+if TYPE_CHECKING:
+    from hf_sparse24.pruning import KeepMasks
 
 _load.install()
 _save.install()
@@ -37,3 +43,9 @@ __all__ = [
     "prune",
     "unfuse_projections",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "KeepMasks":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return _pruning.KeepMasks

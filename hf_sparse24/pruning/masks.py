@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from transformers import TrainerCallback
 
 from hf_sparse24.pattern import find_bad_groups, is_nonzero, mask_2_4
 
@@ -140,27 +139,6 @@ def keep_masks(model: nn.Module) -> MaskKeeper:
     if not stored_masks(model):
         raise ValueError("the model has no masks and no 2:4 weights, there is nothing to keep: prune it first")
     return MaskKeeper(model)
-
-
-class KeepMasks(TrainerCallback):
-    """`Trainer(..., callbacks=[KeepMasks()])`: `keep_masks` for as long as it trains; each checkpoint gets the masks as a file."""
-
-    def __init__(self) -> None:
-        self.keeper: MaskKeeper | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start."""
-        self.keeper = keep_masks(kwargs["model"])
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the masks."""
-        if state.is_world_process_zero:
-            save_masks(kwargs["model"], Path(args.output_dir) / f"checkpoint-{state.global_step}")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop."""
-        if self.keeper:
-            self.keeper.remove()
 
 
 def _masked_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

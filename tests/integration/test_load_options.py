@@ -154,7 +154,7 @@ def test_run_compressed_from_the_models_config(folder):
     ids=str,
 )
 def test_default_keeps_layers_packed_where_a_supported_gpu_is_visible(folder, wanted, monkeypatch, available, capability, packed):
-    monkeypatch.setattr(dispatch, "_why_not_built", lambda path, device, dtype: None)
+    monkeypatch.setattr(dispatch, "_why_not_built", lambda path, device, dtype, values: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
