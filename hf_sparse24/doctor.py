@@ -100,10 +100,7 @@ def render(report: Report) -> str:
 def _device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     device = torch.device("cuda", index)
-    paths = {
-        str(dtype).removeprefix("torch."): {path: dispatch.why_not(path, device, dtype) for path in dispatch.PATHS}
-        for dtype in dispatch.DTYPES
-    }
+    paths = {str(dtype).removeprefix("torch."): dispatch.usable_paths(device, dtype) for dtype in dispatch.DTYPES}
     return Device(properties.name, f"{properties.major}.{properties.minor}", properties.total_memory, paths)
 
 

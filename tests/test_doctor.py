@@ -26,16 +26,16 @@ def devices(monkeypatch):
     """Two devices, the second too old for any sparse path, and what is asked about them."""
     asked = []
 
-    def why_not(path, device, dtype):
-        asked.append((path, device, dtype))
-        return None if path == "reference" or (path == "sparse" and device.index == 0) else f"{path} does not fit"
+    def usable_paths(device, dtype):
+        asked.append((device, dtype))
+        sparse = None if device.index == 0 else "sparse does not fit"
+        return {"sparse": sparse, "library": "library does not fit", "reference": None}
 
     def properties(index):
         major, minor = CAPABILITIES[index]
         return SimpleNamespace(name=f"GPU {index}", major=major, minor=minor, total_memory=(index + 1) * 10**9)
 
-    monkeypatch.setattr(dispatch, "PATHS", ("sparse", "library", "reference"), raising=False)
-    monkeypatch.setattr(dispatch, "why_not", why_not, raising=False)
+    monkeypatch.setattr(dispatch, "usable_paths", usable_paths)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
@@ -82,7 +82,7 @@ def test_every_path_is_shown_for_every_device_and_dtype(run, devices):
     text = run()
     places = [torch.device("cuda", 0), torch.device("cuda", 1)]
     dtypes = (torch.bfloat16, torch.float16)
-    assert devices == [(path, place, dtype) for place in places for dtype in dtypes for path in dispatch.PATHS]
+    assert devices == [(place, dtype) for place in places for dtype in dtypes]
     assert (
         "cuda:0: GPU 0, compute capability 9.0, 1.0 GB\n  bfloat16  sparse: usable\n  bfloat16  library: no: library does not fit\n" in text
     )

@@ -198,6 +198,15 @@ def why_not(path: str, device: torch.device, dtype: torch.dtype, values: torch.d
     return _why_not_built(path, device, dtype, values)
 
 
+def usable_paths(device: torch.device, dtype: torch.dtype) -> dict[str, str | None]:
+    """Every path on a device with x of a dtype, those for values of 8 bits apart, and why it cannot run there or None."""
+    found = {path: why_not(path, device, dtype) for path in PATHS if path != "widen"}
+    for values in DTYPES_8BIT:
+        name = str(values).removeprefix("torch.")
+        found |= {f"{kernel.source} of {name}": why_not(kernel.source, device, dtype, values) for kernel in KERNELS}
+    return found | {"marlin24": _why_not_marlin24(64, 128, 1, dtype, device, 4, True)}
+
+
 @functools.cache
 def choose(
     n: int,

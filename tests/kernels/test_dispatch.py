@@ -96,6 +96,46 @@ def test_values_of_8_bits_take_the_path_that_their_checkpoint_allows(device, val
     assert path(16, True).path == "mma_sp" and path(65, True).path == "unpack"
 
 
+@pytest.mark.parametrize(("num_bits", "grouped"), [(4, True), (8, False)])
+def test_marlins_order_is_read_as_stored_for_few_rows(device, monkeypatch, num_bits, grouped):
+    monkeypatch.setattr(dispatch, "_why_marlin24_is_not_built", lambda *args: None)
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda index: 132)
+
+    def choice(n, k, m, dtype=torch.float16, place=DEVICE):
+        path, config, reasons = dispatch.choose_marlin24(n, k, m, dtype, place, num_bits=num_bits, grouped=grouped)
+        assert set(reasons) == set(dispatch.MARLIN_PATHS) - {path} and all(reasons.values())
+        return path, config
+
+    device((9, 0))
+    for m in (1, 8, 9, 33, 64):
+        for n, split in ((4096, 2), (28672, 1)):
+            path, config = choice(n, 4096, m)
+            assert path == "marlin24" and config.bn >= min(m, 32) and config.split == split
+            assert config.why_not(n, 4096, grouped=grouped, capability=(9, 0)) is None
+            assert config.shared_bytes + 1024 <= SHARED_BYTES[9, 0]
+    assert choice(4096, 4096, 65) == ("widen", None)
+    assert choice(4096, 4096, 0)[0] == choice(4096, 4096, 1, torch.float32)[0] == choice(4000, 4096, 1)[0] == "unpack"
+    assert choice(4096, 4096, 1, place=torch.device("cpu"))[0] == "unpack"
+    assert choice(4096, 160, 1)[0] == ("unpack" if grouped else "marlin24")
+    for capability in ((8, 0), (8, 9), (12, 0)):
+        device(capability)
+        path, config = choice(4096, 4096, 20)
+        assert path == "marlin24" and config.split == 1 and config.shared_bytes + 1024 <= SHARED_BYTES[capability]
+        assert choice(4096, 4096, 65)[0] == "unpack"
+
+
+def test_usable_paths_name_every_kernel(device, monkeypatch):
+    device((9, 0))
+    monkeypatch.setattr(dispatch, "_why_marlin24_is_not_built", lambda *args: None)
+    found = dispatch.usable_paths(DEVICE, torch.bfloat16)
+    assert set(found) == {"mma_sp", "wgmma_sp", "cusparselt", "unpack", "marlin24"} | {
+        f"{kernel} of {values}" for kernel in ("mma_sp", "wgmma_sp") for values in ("float8_e4m3fn", "int8")
+    }
+    assert not any(found.values())
+    device((7, 5))
+    assert {path for path, reason in dispatch.usable_paths(DEVICE, torch.bfloat16).items() if not reason} == {"cusparselt", "unpack"}
+
+
 def test_what_no_kernel_can_do_is_unpacked(device):
     device((9, 0))
     assert "no kernel for" in choose(64, 64, 1, torch.float32, DEVICE).reasons["mma_sp"]
