@@ -69,7 +69,7 @@ def test_each_step_is_told_with_its_seconds(ran):
 def test_the_summary_is_honest(ran):
     report, _, _ = ran
     summary = demo.render_summary(report)
-    assert "crudest" in summary and "every weight is equal" in summary
+    assert "is bad" in summary and "every weight is equal" in summary
     # The tiny model was never in four bits.
     assert demo.FOUR_BITS not in summary
 
