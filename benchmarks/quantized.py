@@ -203,7 +203,7 @@ def path_of(layer: Any, m: int, dtype: torch.dtype) -> str:
     n, k, device = layer.out_features, layer.in_features, torch.device("cuda", 0)
     if isinstance(layer, Marlin24Linear):
         grouped = layer.tensors[2].shape[0] > 1
-        return dispatch.choose_marlin24(n, k, m, dtype, device, num_bits=layer.num_bits, grouped=grouped)[0]
+        return dispatch.choose_marlin24(n, k, m, dtype, device, num_bits=layer.num_bits, grouped=grouped).path
     return dispatch.choose(n, k, m, dtype, device, values=layer.compressed.dtype, quantize_x=layer.quantize_x).path
 
 

@@ -9,13 +9,10 @@ that walks over weights beyond the L2 and starts kernels early; the peer is `F.l
 import argparse
 import itertools
 import json
-import platform
-import statistics
 import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from tune import environment, graph_time
+
 from hf_sparse24.kernels import reference
 from hf_sparse24.kernels.compile import KernelCompileError, arch_of, compile_kernel, load_kernel
 from hf_sparse24.kernels.marlin24 import Marlin24, Marlin24At
@@ -50,6 +49,7 @@ def main() -> None:
     parser.add_argument("--late", action="store_true", help="start each kernel after the one before it has ended")
     arguments = parser.parse_args()
     stop = time.monotonic() + arguments.seconds
+    conditions = environment() | {"dtype": str(DTYPE), "early": not arguments.late, "commit": arguments.commit}
 
     problems = [(n, k, m, *form) for form in FORMATS for m in ROWS for n, k in SHAPES]
     began = time.monotonic()
@@ -70,7 +70,8 @@ def main() -> None:
         if (n, k, num_bits, grouped) not in weights:
             weights[n, k, num_bits, grouped] = Weights(n, k, num_bits, grouped)
         records += measure(weights[n, k, num_bits, grouped], dense[n, k], m, not arguments.late)
-        arguments.out.write_text(json.dumps({"benchmark": "tune_marlin24", **environment(arguments), "records": records}) + "\n")
+        measured = {"benchmark": "tune_marlin24", "environment": conditions, "records": records}
+        arguments.out.write_text(json.dumps(measured) + "\n")
     print(f"{time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -190,38 +191,6 @@ def say(weights: Weights, m: int, records: list[dict[str, Any]], dense_us: float
     reasons = dict(Counter(record["why_not"] for record in records if "why_not" in record))
     form = f"w{weights.num_bits} {'g128' if weights.grouped else 'channel'}"
     print(f"{weights.n}x{weights.k} M={m} {form}: dense {dense_us:.2f}; {'; '.join(texts)}; of {len(records)} {reasons or ''}", flush=True)
-
-
-def graph_time(call: Any, copies: int) -> float:
-    """Microseconds a call, in a graph of calls on each copy."""
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        call(0)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        calls = copies * max(1, 16 // copies)
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(calls):
-                call(i % copies)
-        graph.replay()
-        times = []
-        for _ in range(5):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times)
-
-
-def environment(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-        "dtype": str(DTYPE), "early": not arguments.late, "commit": arguments.commit,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

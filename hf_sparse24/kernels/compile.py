@@ -7,6 +7,7 @@ first call.
 import hashlib
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,8 @@ SHARED_BYTES = 48 * 1024
 # Chips whose machine code has instructions that their successors lack: only the exact architecture has them.
 EXACT = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a"}
 
+INCLUDE = re.compile(r'^#include "(?P<name>[\w.]+)"$', re.MULTILINE)
+
 Defines = Mapping[str, int | str]
 NO_DEFINES: Defines = MappingProxyType({})
 
@@ -67,7 +70,7 @@ def compile_kernel(source: str, arch: str, defines: Defines = NO_DEFINES) -> byt
     Raises:
         KernelCompileError: The source does not compile, or a wheel is missing; the message names it.
     """
-    text = (SOURCES / f"{source}.cu").read_text(encoding="utf-8")
+    text = _text(f"{source}.cu")
     macros = [(name, str(value if isinstance(value, str) else int(value))) for name, value in sorted(defines.items())]
     folder, key = cache_folder(), _key(text, arch, macros)
     made = _CUBINS.setdefault((folder, key), _Once())
@@ -117,6 +120,11 @@ def compiler_version() -> str:
 def arch_of(capability: tuple[int, int]) -> str:
     """The architecture to compile for, "sm_90a" for compute capability (9, 0), "sm_86" for (8, 6)."""
     return EXACT.get(capability, f"sm_{capability[0]}{capability[1]}")
+
+
+def _text(name: str) -> str:
+    """A source file with what it includes, so that the key of a kernel covers all of it."""
+    return INCLUDE.sub(lambda include: _text(include["name"]), (SOURCES / name).read_text(encoding="utf-8"))
 
 
 def _key(text: str, arch: str, macros: list[tuple[str, str]]) -> str:

@@ -17,7 +17,7 @@ than 2 % against trying all (benchmarks/tuning/tune.py).  `cost.time_us` picks f
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -159,12 +159,15 @@ OTHERS_8BIT: tuple[MmaSp | WgmmaSp, ...] = (
 )
 
 
+Config = TypeVar("Config")
+
+
 @dataclass(frozen=True)
-class Choice:
+class Choice(Generic[Config]):
     """The path that runs, how its kernel is compiled, and for every other path why it does not run."""
 
     path: str
-    config: MmaSp | WgmmaSp | None = None
+    config: Config | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -179,10 +182,8 @@ def why_not(path: str, device: torch.device, dtype: torch.dtype, values: torch.d
     """
     if path == "unpack":
         return None
-    if device.type != "cuda":
-        return f"{device.type} has no sparse tensor cores"
-    if dtype not in DTYPES:
-        return f"no kernel for {dtype}"
+    if device.type != "cuda" or dtype not in DTYPES:
+        return _why_no_kernel(device, dtype)
     if values not in (None, *DTYPES_8BIT):
         return f"no kernel for values of {values} and x of {dtype}"
     if path == "widen":
@@ -193,9 +194,17 @@ def why_not(path: str, device: torch.device, dtype: torch.dtype, values: torch.d
     capability = torch.cuda.get_device_capability(device)
     if path == "wgmma_sp" and capability != (9, 0):
         return f"compute capability {capability} is not (9, 0)"
-    if capability < MIN_CAPABILITY:
-        return f"compute capability {capability} is below {MIN_CAPABILITY}"
-    return _why_not_built(path, device, dtype, values)
+    return _why_no_kernel(device, dtype) or _why_not_built(path, device, dtype, values)
+
+
+def _why_no_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why none of our kernels runs on a device with x of a dtype."""
+    if device.type != "cuda":
+        return f"{device.type} has no sparse tensor cores"
+    if dtype not in DTYPES:
+        return f"no kernel for {dtype}"
+    capability = torch.cuda.get_device_capability(device)
+    return f"compute capability {capability} is below {MIN_CAPABILITY}" if capability < MIN_CAPABILITY else None
 
 
 def usable_paths(device: torch.device, dtype: torch.dtype) -> dict[str, str | None]:
@@ -218,7 +227,7 @@ def choose(
     *,
     values: torch.dtype | None = None,
     quantize_x: bool = False,
-) -> Choice:
+) -> Choice[MmaSp | WgmmaSp]:
     """The fastest path for a problem, by measurement, on a Hopper GPU; elsewhere the only kernel there is, where it can.
 
     Args:
@@ -282,7 +291,7 @@ def _time_us(config: MmaSp | WgmmaSp, n: int, k: int, m: int) -> float:
 
 def explain(
     n: int, k: int, m: int, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cuda", has_metadata: bool = False
-) -> Choice:
+) -> Choice[MmaSp | WgmmaSp]:
     """Say which path a packed (n, k) weight takes with m rows of x, and why each other does not; see `choose`."""
     return choose(n, k, m, dtype, with_index(torch.device(device)), has_metadata)
 
@@ -340,10 +349,8 @@ def rounding_starter(
 MARLIN_PATHS = ("marlin24", "widen", "unpack")
 
 
-def choose_marlin24(
-    n: int, k: int, m: int, dtype: torch.dtype, device: torch.device, *, num_bits: int, grouped: bool
-) -> tuple[str, Marlin24 | None, dict[str, str]]:
-    """Which of MARLIN_PATHS multiplies by a weight in Marlin's order, how its kernel is compiled, and why no other does.
+def choose_marlin24(n: int, k: int, m: int, dtype: torch.dtype, device: torch.device, *, num_bits: int, grouped: bool) -> Choice[Marlin24]:
+    """Which of MARLIN_PATHS multiplies by a weight in Marlin's order.
 
     `marlin24` reads the weight as it is stored.  `widen` writes it as 2:4 values of 16 bits for the call, which another kernel
     multiplies by: faster than a dense weight and cuBLAS, and still slower than a weight that stays dense below about 1024 rows of x.
@@ -358,28 +365,24 @@ def choose_marlin24(
         grouped: Whether there are scales for groups of columns.
     """
     if reason := _why_not_marlin24(n, k, m, dtype, device, num_bits, grouped):
-        return "unpack", None, {"marlin24": reason, "widen": reason}
+        return Choice("unpack", None, {"marlin24": reason, "widen": reason})
     if m <= marlin24.MAX_ROWS:
         config = marlin24.config_for(n, m, multiprocessors(device.index), torch.cuda.get_device_capability(device))
         slower = "marlin24 reads the weight as it is stored"
-        return "marlin24", config, {"widen": slower, "unpack": slower}
+        return Choice("marlin24", config, {"widen": slower, "unpack": slower})
     many = f"{m} rows of x are more than {marlin24.MAX_ROWS}"
     wide = choose(n, k, m, dtype, device)
     if wide.config is None:
-        return "unpack", None, {"marlin24": many, "widen": "no kernel for 16 bits runs either"}
-    return "widen", None, {"marlin24": many, "unpack": f"widen runs {wide.path} without a dense weight"}
+        return Choice("unpack", None, {"marlin24": many, "widen": "no kernel for 16 bits runs either"})
+    return Choice("widen", None, {"marlin24": many, "unpack": f"widen runs {wide.path} without a dense weight"})
 
 
 def _why_not_marlin24(n: int, k: int, m: int, dtype: torch.dtype, device: torch.device, num_bits: int, grouped: bool) -> str | None:
     if not n * k * m:
         return "a size is 0"
-    if device.type != "cuda":
-        return f"{device.type} has no sparse tensor cores"
-    if dtype not in DTYPES:
-        return f"no kernel for {dtype}"
-    if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
-        return f"compute capability {capability} is below {MIN_CAPABILITY}"
-    return marlin24.why_not_read(n, k, grouped=grouped) or _why_marlin24_is_not_built(dtype, device, num_bits, grouped)
+    if reason := _why_no_kernel(device, dtype) or marlin24.why_not_read(n, k, grouped=grouped):
+        return reason
+    return _why_marlin24_is_not_built(dtype, device, num_bits, grouped)
 
 
 @functools.cache
@@ -414,11 +417,11 @@ def prepare_marlin24(
     reasons = set()
     for n, k in set(shapes):
         for m in ROWS:
-            path, config, why = choose_marlin24(n, k, m, dtype, device, num_bits=num_bits, grouped=grouped)
-            if path == "unpack":
-                reasons.add(why["marlin24"])
+            choice = choose_marlin24(n, k, m, dtype, device, num_bits=num_bits, grouped=grouped)
+            if choice.path == "unpack":
+                reasons.add(choice.reasons["marlin24"])
             else:
-                configs[config] = None
+                configs[choice.config] = None
     if not configs:
         return next(iter(reasons), None)
     arch = arch_of(torch.cuda.get_device_capability(device))

@@ -18,10 +18,7 @@
 //   SPLIT      1 to 8, above 1 from compute capability 9.0
 // N must be a multiple of 64, K of 32, of 128 if GROUPED.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "common.cuh"
 
 constexpr int WORDS = BITS / 4;                          // 16-byte loads of a lane and unit
 
@@ -52,20 +49,6 @@ __device__ __forceinline__ u32 integers(u32 word) {
     return add(masked(word, 0x007F007F, 0x43004300), 0xC380C380 ^ word & 0x00800080);            // less 256, or 128 from u = 128
 #else
     return add(masked(word, 0x00FF00FF, 0x64006400), 0xE480E480);                                // 1024 + u - 1152
-#endif
-}
-
-__device__ __forceinline__ float half_number(u16 bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-
-__device__ __forceinline__ float number(u16 bits) {
-#if BF16
-    return __uint_as_float(u32(bits) << 16);
-#else
-    return half_number(bits);
 #endif
 }
 
@@ -115,14 +98,7 @@ constexpr int WARPS = 4;  // of a block
 
 // Two integers times a scale, rounded once.
 __device__ __forceinline__ u32 scaled(u32 two, float scale) {
-    const float low = number(u16(two)) * scale, high = number(u16(two >> 16)) * scale;
-    u32 c;
-#if BF16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(c) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(c) : "f"(high), "f"(low));
-#endif
-    return c;
+    return pair(number(u16(two)) * scale, number(u16(two >> 16)) * scale);
 }
 
 // Of index nibbles, column c0 in the low two bits and c1 above c0 in the high ones, the mask nibbles.
@@ -200,20 +176,12 @@ constexpr int X_BYTES = BN * X_PITCH;
 constexpr int PITCH = ROWS + 4;                          // of partial sums, in floats
 static_assert(STEPS % DEPTH == 0, "");
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
 // Sixteen bytes from memory to shared memory, zeros if not `inside`.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 
 #if SPLIT > 1
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ float4 load_remote(u32 address, u32 rank) {
     u32 remote;
     float4 v;
@@ -223,21 +191,6 @@ __device__ __forceinline__ float4 load_remote(u32 address, u32 rank) {
 }
 #endif
 
-#if BF16
-#define TYPES "f32.bf16.bf16.f32"
-#else
-#define TYPES "f32.f16.f16.f32"
-#endif
-
-// sum (16, 8) += 16 rows of W times 32 columns of x.  SELECTOR: which pair of lanes of each quad holds the indices.
-template <int SELECTOR>
-__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], const u32 (&b)[4], u32 indices) {
-    asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col." TYPES
-        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(indices), "n"(SELECTOR));
-}
-
 __device__ __forceinline__ float4 plus(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
@@ -246,16 +199,6 @@ __device__ __forceinline__ u32 load4(const u32* at) {
     u32 v;
     asm volatile("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(v) : "l"(at));
     return v;
-}
-
-__device__ __forceinline__ u16 rounded(float value) {
-    u16 bits;
-#if BF16
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#endif
-    return bits;
 }
 
 // weight_packed: (K / 32, BITS / 2 * N) words.  meta: (K / 32, N) words.  scales: (K / 128 or 1, N) float16.
@@ -301,11 +244,8 @@ marlin24(const u32* __restrict__ weight_packed, const u32* __restrict__ meta, co
 
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d) load(fragments[d]);
-#if __CUDA_ARCH__ >= 900
-    // With programmatic launch the kernel before may still run: it must not be touched what that one writes, or reads.
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    start_kernel_after();
+    wait_for_kernel_before();
 
     float sum[BN / 8][4][4] = {};
     if (rank < chunks) stage(rank, 0);
@@ -337,10 +277,10 @@ marlin24(const u32* __restrict__ weight_packed, const u32* __restrict__ meta, co
                             : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
                             : "r"(x_at + min(8 * t + lane % 8, rows_x - 1) * X_PITCH + (step + d) * 256 + i * 64));
                         float(&to)[4][4] = GROUPED ? group[t] : sum[t];
-                        multiply<0>(to[0], a[0], b, f.indices[i][0]);
-                        multiply<0>(to[1], a[1], b, f.indices[i][1]);
-                        multiply<1>(to[2], a[2], b, f.indices[i][0]);
-                        multiply<1>(to[3], a[3], b, f.indices[i][1]);
+                        multiply_16x8x32<0>(to[0], a[0][0], a[0][1], a[0][2], a[0][3], b, f.indices[i][0]);
+                        multiply_16x8x32<0>(to[1], a[1][0], a[1][1], a[1][2], a[1][3], b, f.indices[i][1]);
+                        multiply_16x8x32<1>(to[2], a[2][0], a[2][1], a[2][2], a[2][3], b, f.indices[i][0]);
+                        multiply_16x8x32<1>(to[3], a[3][0], a[3][1], a[3][2], a[3][3], b, f.indices[i][1]);
                     }
                 }
                 if (GROUPED) {

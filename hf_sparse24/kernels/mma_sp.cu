@@ -16,10 +16,7 @@
 //   MIN_BLOCKS blocks that must fit on a multiprocessor
 // K must be a multiple of 16, with values of 8 bits of 32.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "common.cuh"
 
 constexpr int THREADS = 32 * ROW_WARPS * COLUMN_WARPS;
 constexpr int ROWS = 16 * TILES * ROW_WARPS;             // of W, a block at a time
@@ -31,66 +28,9 @@ constexpr int X_BYTES = BN * X_PITCH;
 constexpr int PITCH = ROWS + 4;                          // of partial sums, in floats: their writes meet no bank twice
 static_assert(STEPS % DEPTH == 0, "");
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
 // Eight bytes from memory to shared memory, zeros if not `inside`.
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(inside ? 8 : 0) : "memory");
-}
-
-// Mask nibbles with two bits set, each to its two column indices: 2 bits each, ascending, the first in the low bits.
-__device__ __forceinline__ u32 indices_of(u32 mask) {
-    u32 first, second, indices;
-    asm("lop3.b32 %0, %1, %2, 0x11111111, 0x4D;" : "=r"(first) : "r"(mask), "r"(mask >> 1));
-    asm("lop3.b32 %0, %1, %2, 0x22222222, 0x56;" : "=r"(second) : "r"(mask), "r"(mask << 1));
-    asm("lop3.b32 %0, %1, %2, 0x55555555, 0xE4;" : "=r"(indices) : "r"(first), "r"(second));
-    return indices;
-}
-
-#if BF16
-#define TYPES "f32.bf16.bf16.f32"
-#else
-#define TYPES "f32.f16.f16.f32"
-#endif
-
-// sum (16, 8) += 16 rows of W times 32 columns of x.  SELECTOR: which pair of lanes of each quad holds the indices.
-template <int SELECTOR>
-__device__ __forceinline__ void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, const u32 (&b)[4], u32 indices) {
-    asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col." TYPES
-        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(indices), "n"(SELECTOR));
-}
-
-__device__ __forceinline__ u16 rounded(float value) {
-    u16 bits;
-#if BF16
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#endif
-    return bits;
-}
-
-__device__ __forceinline__ float number(u16 bits) {
-    float value;
-#if BF16
-    value = __uint_as_float(u32(bits) << 16);
-#else
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-#endif
-    return value;
-}
-
-// scale_type: 0 float32, 1 bfloat16, 2 float16.
-__device__ __forceinline__ float scale_at(const void* scales, long long scale_type, int i) {
-    if (scale_type == 0) return static_cast<const float*>(scales)[i];
-    const u16 bits = static_cast<const u16*>(scales)[i];
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return scale_type == 1 ? __uint_as_float(u32(bits) << 16) : value;
 }
 
 // What a lane needs of 16 rows and a step: of rows g and g + 8 its 16 bytes of values, and the mask of all columns.
@@ -179,9 +119,9 @@ __device__ __forceinline__ u32 two_of(u32 word) {
 template <int J>
 __device__ __forceinline__ void multiply_part(float (&sum)[4], const Fragment& f, const u32 (&b)[4], u32 indices) {
 #if FP8 || INT8
-    multiply<J % 2>(sum, two_of<0>(f.values[J]), two_of<0>(f.values8[J]), two_of<1>(f.values[J]), two_of<1>(f.values8[J]), b, indices);
+    multiply_16x8x32<J % 2>(sum, two_of<0>(f.values[J]), two_of<0>(f.values8[J]), two_of<1>(f.values[J]), two_of<1>(f.values8[J]), b, indices);
 #else
-    multiply<J % 2>(sum, f.values[2 * J], f.values8[2 * J], f.values[2 * J + 1], f.values8[2 * J + 1], b, indices);
+    multiply_16x8x32<J % 2>(sum, f.values[2 * J], f.values8[2 * J], f.values[2 * J + 1], f.values8[2 * J + 1], b, indices);
 #endif
 }
 
@@ -286,11 +226,8 @@ mma_sp(const u8* __restrict__ values, const u8* __restrict__ bitmask, const u16*
             for (int i = 0; i < PRODUCTS; ++i) fragments[d][t].mask[i] = fragments[d][t].mask8[i] = NOTHING;
         load(fragments[d]);
     }
-#if __CUDA_ARCH__ >= 900
-    // With programmatic launch the kernel before may still run: it must not be touched what that one writes, or reads.
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    start_kernel_after();
+    wait_for_kernel_before();
     if (BUFFERS == 1) stage(0, 0);
 
     float sum[TILES][BN / 8][4] = {};

@@ -256,12 +256,12 @@ def _plan_marlin24(
     if not fits:
         return Plan("unpack", n)
     m = x.numel() // k
-    path, config, _ = dispatch.choose_marlin24(n, k, m, x.dtype, x.device, num_bits=num_bits, grouped=grouped)
-    if config is None:
-        return Plan(path, n)
+    choice = dispatch.choose_marlin24(n, k, m, x.dtype, x.device, num_bits=num_bits, grouped=grouped)
+    if choice.config is None:
+        return Plan(choice.path, n)
     with torch.cuda.device(x.device):
-        kernel = dispatch.marlin24_kernel(config, x.dtype, x.get_device(), num_bits, grouped, scales_permuted)
-        return Plan(path, n, config.starter(kernel, Marlin24At.of(weight_packed, meta, scale_packed, bias), m))
+        kernel = dispatch.marlin24_kernel(choice.config, x.dtype, x.get_device(), num_bits, grouped, scales_permuted)
+        return Plan(choice.path, n, choice.config.starter(kernel, Marlin24At.of(weight_packed, meta, scale_packed, bias), m))
 
 
 def _widened_marlin24(

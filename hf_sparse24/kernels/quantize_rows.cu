@@ -8,24 +8,14 @@
 //   THREADS    of a block                       HELD    reads of eight columns that a thread holds
 // K must be a multiple of 8.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "common.cuh"
 
 constexpr float LARGEST = FP8 ? 448.f : 127.f;
 
 __device__ __forceinline__ void floats_of(float (&f)[8], const uint4& words) {
     const u32 w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#if BF16
-        f[2 * i] = __uint_as_float(w[i] << 16), f[2 * i + 1] = __uint_as_float(w[i] & 0xFFFF0000);
-#else
-        asm("cvt.f32.f16 %0, %1;" : "=f"(f[2 * i]) : "h"(u16(w[i])));
-        asm("cvt.f32.f16 %0, %1;" : "=f"(f[2 * i + 1]) : "h"(u16(w[i] >> 16)));
-#endif
-    }
+    for (int i = 0; i < 4; ++i) f[2 * i] = number(u16(w[i])), f[2 * i + 1] = number(u16(w[i] >> 16));
 }
 
 // NaN if one is NaN.
@@ -67,10 +57,8 @@ quantize_rows(const uint4* __restrict__ x, uint2* __restrict__ q, float* __restr
     const int eights = int(k / 8);
     const uint4* const from = x + u64(blockIdx.x) * eights;
     uint2* const to = q + u64(blockIdx.x) * eights;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    start_kernel_after();
+    wait_for_kernel_before();
     uint4 held[HELD];
 #pragma unroll
     for (int h = 0; h < HELD; ++h) {
@@ -84,10 +72,7 @@ quantize_rows(const uint4* __restrict__ x, uint2* __restrict__ q, float* __restr
         largest = largest_of(f, largest);
     }
     if (given) {
-        const u16 bits = *static_cast<const u16*>(given);
-        asm("cvt.f32.f16 %0, %1;" : "=f"(scale) : "h"(bits));
-        if (given_type == 0) scale = *static_cast<const float*>(given);
-        if (given_type == 1) scale = __uint_as_float(u32(bits) << 16);
+        scale = scale_at(given, given_type, 0);
     } else {
         for (int i = HELD * THREADS + threadIdx.x; i < eights; i += THREADS) {
             floats_of(f, from[i]);

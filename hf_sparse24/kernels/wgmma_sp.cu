@@ -19,10 +19,7 @@
 //   MIN_BLOCKS blocks that must fit on a multiprocessor
 // K must be a multiple of BK, of 8 bits of 64; N and M are free.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "common.cuh"
 
 // Indices must not change while a product reads them; that of the stage before may.
 static_assert(AHEAD >= 2, "");
@@ -49,10 +46,6 @@ constexpr int PITCH = BM + 4;
 constexpr int OUT_ROWS = BN < 64 ? BN : 64, OUT_PITCH = 64 + 8;
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
 
 // ---- barriers and copies ----------------------------------------------------------------------------------------------------
 
@@ -81,20 +74,11 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "@!done bra AGAIN; }" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ u32 cluster_rank() {
     u32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-
-// With programmatic launch a kernel starts before the one before it has ended.  What that one writes, and reads, must not be
-// touched before `wait_for_kernel_before`.
-__device__ __forceinline__ void start_kernel_after() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // A box at (column, row) of a matrix; what lies outside the matrix is filled with zeros.
 __device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
@@ -110,15 +94,6 @@ __device__ __forceinline__ void load_box_for_all(u32 to, const TensorMap& map, i
 }
 
 // ---- sparse matrix instructions -----------------------------------------------------------------------------------------------
-
-// Mask nibbles with two bits set, each to its two column indices: 2 bits each, ascending, the first in the low bits.
-__device__ __forceinline__ u32 indices_of(u32 mask) {
-    u32 first, second, indices;
-    asm("lop3.b32 %0, %1, %2, 0x11111111, 0x4D;" : "=r"(first) : "r"(mask), "r"(mask >> 1));
-    asm("lop3.b32 %0, %1, %2, 0x22222222, 0x56;" : "=r"(second) : "r"(mask), "r"(mask << 1));
-    asm("lop3.b32 %0, %1, %2, 0x55555555, 0xE4;" : "=r"(indices) : "r"(first), "r"(second));
-    return indices;
-}
 
 // Of a tile whose swizzled rows of 64 or 128 bytes follow each other.
 template <int ROW>
@@ -193,35 +168,6 @@ __device__ __forceinline__ void multiply_wait(Sum (&d)[BN / 2]) {
 }
 
 // ---- output -------------------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 pair(float low, float high) {
-    u32 both;
-#if BF16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-#endif
-    return both;
-}
-
-__device__ __forceinline__ float number(u16 bits) {
-    float value;
-#if BF16
-    value = __uint_as_float(u32(bits) << 16);
-#else
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-#endif
-    return value;
-}
-
-// scale_type: 0 float32, 1 bfloat16, 2 float16.
-__device__ __forceinline__ float scale_at(const void* scales, long long scale_type, int i) {
-    if (scale_type == 0) return static_cast<const float*>(scales)[i];
-    const u16 bits = static_cast<const u16*>(scales)[i];
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return scale_type == 1 ? __uint_as_float(u32(bits) << 16) : value;
-}
 
 __device__ __forceinline__ void add_remote(float (&sum)[4], u32 address, u32 rank) {
     u32 remote;

@@ -102,9 +102,9 @@ def test_marlins_order_is_read_as_stored_for_few_rows(device, monkeypatch, num_b
     monkeypatch.setattr(dispatch, "multiprocessors", lambda index: 132)
 
     def choice(n, k, m, dtype=torch.float16, place=DEVICE):
-        path, config, reasons = dispatch.choose_marlin24(n, k, m, dtype, place, num_bits=num_bits, grouped=grouped)
-        assert set(reasons) == set(dispatch.MARLIN_PATHS) - {path} and all(reasons.values())
-        return path, config
+        found = dispatch.choose_marlin24(n, k, m, dtype, place, num_bits=num_bits, grouped=grouped)
+        assert set(found.reasons) == set(dispatch.MARLIN_PATHS) - {found.path} and all(found.reasons.values())
+        return found.path, found.config
 
     device((9, 0))
     for m in (1, 8, 9, 33, 64):

@@ -1,7 +1,10 @@
 """The kernel for marlin-24: its arithmetic lane by lane, its machine code, and what it gives on a GPU."""
 
 import itertools
+import json
+from collections import defaultdict
 from pathlib import Path
+from statistics import geometric_mean
 
 import numpy as np
 import pytest
@@ -10,10 +13,11 @@ from safetensors.torch import load_file
 
 from hf_sparse24.kernels import reference
 from hf_sparse24.kernels.compile import compile_kernel, load_kernel
-from hf_sparse24.kernels.marlin24 import CONFIGS, OTHERS, Marlin24At, expand_defines, expand_starter, why_not_read
+from hf_sparse24.kernels.marlin24 import CONFIGS, OTHERS, Marlin24At, config_for, expand_defines, expand_starter, why_not_read
 from tests.kernels.machine_code import instructions, resources
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "tune-marlin24-h200.json"
 LEGAL = np.array([0x4, 0x8, 0xC, 0x9, 0xD, 0xE])
 
 
@@ -98,6 +102,16 @@ def lanes_weight(words, meta, scales, num_bits, permuted, bf16):
 def test_lanes_see_the_weight_of_the_reference(num_bits, permuted, bf16):
     weight = random_weight(num_bits, 128, 256, 2)
     assert torch.equal(lanes_weight(*weight, num_bits, permuted, bf16), unpack_marlin24(*weight, num_bits, permuted, torch.float32))
+
+
+def test_choices_are_nearly_as_fast_as_the_best_that_was_measured():
+    times = defaultdict(dict)
+    for record in json.loads(RESULT.read_text())["records"]:
+        if "us" in record:
+            times[tuple(record[name] for name in ("num_bits", "grouped", "n", "k", "m"))][record["config"]] = record["us"]
+    losses = [found[repr(config_for(n, m, 132, (9, 0)))] / min(found.values()) for (_, _, n, _, m), found in times.items()]
+    assert len(losses) == 80
+    assert geometric_mean(losses) < 1.04 and max(losses) < 1.5
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])

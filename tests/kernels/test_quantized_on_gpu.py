@@ -136,7 +136,8 @@ def marlin_layer(n, k, num_bits, grouped, dtype):
 def test_products_in_marlins_order(num_bits, grouped, dtype, n, k):
     layer, dense = marlin_layer(n, k, num_bits, grouped, dtype)
     for m in (1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 300):
-        path, _, reasons = dispatch.choose_marlin24(n, k, m, dtype, torch.device("cuda", 0), num_bits=num_bits, grouped=grouped)
+        choice = dispatch.choose_marlin24(n, k, m, dtype, torch.device("cuda", 0), num_bits=num_bits, grouped=grouped)
+        path, reasons = choice.path, choice.reasons
         assert set(reasons) == set(dispatch.MARLIN_PATHS) - {path} and all(reasons.values())
         assert path == ("marlin24" if m <= 64 else "widen" if HOPPER else "unpack")
         x = products.random_x(m, k, dtype)
