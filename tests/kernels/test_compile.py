@@ -111,6 +111,15 @@ def test_new_process_reads_from_disk(builds, monkeypatch):
     assert len(builds) == len(entries()) == 1
 
 
+def test_what_a_source_includes_is_part_of_it(builds, sources):
+    (sources / "whole.cu").write_text('#include "part.cuh"\nextern "C" __global__ void scale(float* x) { x[threadIdx.x] *= FACTOR; }\n')
+    (sources / "part.cuh").write_text("#define FACTOR 2\n")
+    first = compile_kernel("whole", "sm_90a")
+    assert compile_kernel("whole", "sm_90a") == first and len(builds) == 1
+    (sources / "part.cuh").write_text("#define FACTOR 3\n")
+    assert compile_kernel("whole", "sm_90a") != first and len(builds) == 2
+
+
 def test_another_folder_is_another_cache(builds, monkeypatch, tmp_path):
     compile_kernel("scale", "sm_90a")
     monkeypatch.setenv("HF_SPARSE24_CACHE", str(tmp_path / "other"))

@@ -1,5 +1,7 @@
 """Our kernels: every configuration compiles to what it promises, and on a GPU gives the product."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -85,6 +87,13 @@ def test_wgmma_is_refused_for_other_chips():
     config = next(config for config in CONFIGURATIONS if isinstance(config, WgmmaSp))
     with pytest.raises(KernelCompileError):
         compile_kernel(config.source, "sm_80", config.defines(torch.bfloat16))
+
+
+def test_indices_may_not_change_under_a_product():
+    """A turn ahead at least two: with one, results were wrong."""
+    config = dataclasses.replace(next(config for config in CONFIGURATIONS if isinstance(config, WgmmaSp)), ahead=1)
+    with pytest.raises(KernelCompileError, match="static assertion"):
+        compile_kernel(config.source, "sm_90a", config.defines(torch.bfloat16))
 
 
 # ---- with a GPU --------------------------------------------------------------------------------------------------------------
