@@ -1,4 +1,6 @@
-"""Fits the constants of kernels/cost.py, and the corrections of kernels/dispatch.py, to what tune.py has measured; needs scipy, not a GPU.
+"""Fits the constants of kernels/cost.py, and the corrections of kernels/configurations.py, to what tune.py has measured.
+
+Needs scipy, not a GPU.
 
     python benchmarks/tuning/fit_cost.py [RESULT.json] [--validate]
 
@@ -17,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
+from hf_sparse24.kernels.configurations import CONFIGS
 from hf_sparse24.kernels.cost import MmaCosts, WgmmaCosts, time_us
-from hf_sparse24.kernels.dispatch import CONFIGS
 from hf_sparse24.kernels.sparse_mma import MmaSp, WgmmaSp
 
 RESULT = Path(__file__).parents[1] / "results" / "tune-h200.json"

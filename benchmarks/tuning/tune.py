@@ -1,4 +1,4 @@
-"""Times every configuration of our kernels that could pay for a problem on this GPU: what the table in kernels/dispatch.py is made from.
+"""Times every configuration of our kernels that could pay for a problem on this GPU: what kernels/configurations.py is made from.
 
     python benchmarks/tuning/tune.py OUT.json [--dtype bfloat16] [--rows 1 2 4 ...] [--shapes 4096x4096 ...] [--quick]
 

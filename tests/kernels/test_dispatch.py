@@ -11,12 +11,14 @@ import torch
 
 from hf_sparse24 import Sparse24Linear
 from hf_sparse24.kernels import cost, dispatch
+from hf_sparse24.kernels.configurations import CONFIGS, CONFIGS_8BIT, MEASURED, MEASURED_8BIT, OTHERS, OTHERS_8BIT
 from hf_sparse24.kernels.cusparselt import CusparseltWeight
-from hf_sparse24.kernels.dispatch import CONFIGS, CONFIGS_8BIT, MEASURED, MEASURED_8BIT, OTHERS, OTHERS_8BIT, choose
+from hf_sparse24.kernels.dispatch import choose
 from hf_sparse24.kernels.sparse_mma import MmaSp, WgmmaSp
 
 DEVICE = torch.device("cuda", 0)
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "tune-h200.json"
+RESULT_8BIT = RESULT.with_name("tune-8bit-h200.json")
 SHARED_BYTES = {(8, 0): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (12, 0): 99 * 1024}
 
 
@@ -155,6 +157,21 @@ def test_choices_are_nearly_as_fast_as_the_best_that_was_measured(device):
     losses = []
     for (n, k, m), found in times.items():
         chosen = repr(choose(n, k, m, torch.bfloat16, DEVICE).config)
+        if chosen in found:
+            losses.append(found[chosen] / min(found.values()))
+    assert len(losses) > 0.9 * len(times)
+    assert math.exp(sum(map(math.log, losses)) / len(losses)) < 1.02
+    assert max(losses) < 1.2
+
+
+def test_choices_for_values_of_8_bits_are_nearly_as_fast(device):
+    device((9, 0))
+    times = defaultdict(dict)
+    for record in json.loads(RESULT_8BIT.read_text())["records"]:
+        times[record["n"], record["k"], record["m"]][record["config"]] = record["us"]
+    losses = []
+    for (n, k, m), found in times.items():
+        chosen = repr(choose(n, k, m, torch.bfloat16, DEVICE, values=torch.float8_e4m3fn, quantize_x=True).config)
         if chosen in found:
             losses.append(found[chosen] / min(found.values()))
     assert len(losses) > 0.9 * len(times)

@@ -7,7 +7,8 @@ import torch
 
 from hf_sparse24.kernels import dispatch
 from hf_sparse24.kernels.compile import KernelCompileError, compile_kernel
-from hf_sparse24.kernels.dispatch import CONFIGS, CONFIGS_8BIT, DTYPES_8BIT, MEASURED_8BIT, OTHERS, OTHERS_8BIT, starter
+from hf_sparse24.kernels.configurations import CONFIGS, CONFIGS_8BIT, MEASURED_8BIT, OTHERS, OTHERS_8BIT
+from hf_sparse24.kernels.dispatch import DTYPES_8BIT, starter
 from hf_sparse24.kernels.sparse_mma import MmaSp, WeightAt, WgmmaSp
 from tests.kernels import products
 from tests.kernels.machine_code import instructions, resources
