@@ -9,10 +9,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import CheckpointError, ModelCompressor, Sparse24Config
+from hf_sparse24 import CheckpointError, ModelCompressor, Sparse24Config, Sparse24Linear
 from hf_sparse24.checkpoint import find_packed, open_checkpoint
 from hf_sparse24.compressors import GptqMarlin24Compressor, Marlin24Compressor
+from hf_sparse24.compressors.base import specs_of
 from hf_sparse24.config import GUARD, parse_config
+from hf_sparse24.integration.quantizer import prepare_kernels
+from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import PackedLinear
 from hf_sparse24.modules import packed_layers
 from hf_sparse24.quantized_linear import (
@@ -23,7 +26,7 @@ from hf_sparse24.quantized_linear import (
     QuantizedSparseBitmaskLinear,
 )
 from tests.conftest import GOLDEN
-from tests.models import DENSE, KEPT, logits, same_bytes, tensors_of
+from tests.models import DENSE, KEPT, logits, same_bytes, tensors_of, two_of_four
 
 # Folder -> the layer that keeps its weights, how many there are, the largest error against the original (from the writer's own
 # dequantised weights), and whether the checkpoint asks for 8-bit activations.
@@ -89,6 +92,32 @@ def test_opens_as_plain_layers_with_the_dequantised_weights(folder, config):
     for name in changed if error is not None else ():
         difference = (model.state_dict()[name].float() - original[name].float()).abs()
         assert 0 < difference.max() <= error, name
+
+
+def test_kernels_are_prepared_once_for_all_layers_of_a_kind(monkeypatch):
+    calls, bf16, cpu = [], torch.bfloat16, torch.device("cpu")
+    for name in ("prepare", "prepare_marlin24"):
+        monkeypatch.setattr(dispatch, name, lambda name=name, **options: calls.append((name, options)))
+
+    def packed(layer_class, rows, *scheme):
+        linear = nn.Linear(256, rows, dtype=bf16)
+        linear.weight = nn.Parameter(two_of_four(linear.weight.detach()))
+        return layer_class.from_linear(linear, *scheme)
+
+    layers = [packed(Sparse24Linear, 64), packed(Sparse24Linear, 128)]
+    layers += [packed(QuantizedSparse24Linear, rows, "fp8") for rows in (64, 128)] + [packed(QuantizedSparse24Linear, 64, "int8")]
+    layers += [packed(Marlin24Linear, rows, "w4a16") for rows in (64, 128)] + [packed(Marlin24Linear, 64, "w8a16")]
+    layers += [QuantizedSparse24Linear.from_specs(256, 64, False, specs_of(layers[2].parts()), device="meta")]
+    prepare_kernels({str(index): layer for index, layer in enumerate(layers)}, bf16)
+    common, both, one = {"dtype": bf16, "device": cpu}, {(64, 256), (128, 256)}, {(64, 256)}
+    eight = {**common, "format": "quantized sparse-24-bitmask", "quantize_x": True}
+    assert calls == [
+        ("prepare", {**common, "format": "sparse-24-bitmask", "shapes": both}),
+        ("prepare", {**eight, "values": torch.float8_e4m3fn, "shapes": both}),
+        ("prepare", {**eight, "values": torch.int8, "shapes": one}),
+        ("prepare_marlin24", {**common, "num_bits": 4, "grouped": True, "scales_permuted": False, "shapes": both}),
+        ("prepare_marlin24", {**common, "num_bits": 8, "grouped": False, "scales_permuted": False, "shapes": one}),
+    ]
 
 
 def test_lost_int8_weights_are_zero_and_all_others_right():
