@@ -159,12 +159,11 @@ class Marlin24Compressor(BaseQuantizedCompressor):
 
     def scheme_of(self, specs: Mapping[str, Spec]) -> QuantizationScheme:
         """The scheme, from the shapes."""
-        num_bits = self.num_bits({part: shape for part, (_, shape) in specs.items()})
-        return _scheme(num_bits, specs[self.parts[2]][1][0] > 1, self._file_format)
+        return _scheme(self.num_bits(specs), specs[self.parts[2]][1][0] > 1, self._file_format)
 
-    def num_bits(self, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    def num_bits(self, specs: Mapping[str, Spec]) -> int:
         """4 or 8, if the shapes are right."""
-        return 2 * shapes[self.parts[0]][1] // max(1, shapes[self.parts[2]][1])
+        return 2 * specs[self.parts[0]][1][1] // max(1, specs[self.parts[2]][1][1])
 
     def scales_permuted(self, in_features: int, num_groups: int) -> bool:
         """Whether scales are stored in SCALE_ORDER: by compressed-tensors' rule, which looks at K/2."""
@@ -233,11 +232,10 @@ class Marlin24Compressor(BaseQuantizedCompressor):
             PackedTensorError: The parts disagree with each other.
         """
         packed, meta, scale = (parts[part].detach() for part in self.parts)
-        shape = scale.shape[1], COLUMNS * packed.shape[0]
-        self.check_parts(specs_of(parts), shape)
+        specs, shape = specs_of(parts), (scale.shape[1], COLUMNS * packed.shape[0])
+        self.check_parts(specs, shape)
         self.check_values(parts, shape, packed.numel())
-        num_bits = self.num_bits({part: tuple(value.shape) for part, value in parts.items()})
-        return unpack_integers(packed, meta, num_bits), scales_in_rows(scale, self.scales_permuted(shape[1], scale.shape[0]))
+        return unpack_integers(packed, meta, self.num_bits(specs)), scales_in_rows(scale, self.scales_permuted(shape[1], scale.shape[0]))
 
     def check_parts(self, specs: Mapping[str, Spec], shape: tuple[int, ...]) -> None:
         """Check dtypes and shapes against each other.
