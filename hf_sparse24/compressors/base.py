@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hf_sparse24.quantization import QuantizationScheme, dequantize, exact_integers, quantize_weight
+from hf_sparse24.quantization import QuantizationScheme, block_of_scheme, dequantize, exact_integers, quantize_weight
 
 # dtype and shape of a tensor.
 Spec = tuple[torch.dtype, tuple[int, ...]]
@@ -130,9 +130,10 @@ class BaseQuantizedCompressor(BaseCompressor):
     def claim(self, block: Mapping[str, Any]) -> QuantizationScheme | None:
         """The scheme, if a `quantization_config` announces weights of this format, whichever method it names."""
 
-    @abstractmethod
     def to_block(self, targets: list[str], ignore: list[str]) -> dict[str, Any]:
-        """What `quantization_config` says of this format, beside the sparsity config."""
+        """What `quantization_config` says of this format, beside the sparsity config: as compressed-tensors has it."""
+        assert self.scheme is not None
+        return block_of_scheme(self.scheme, targets, ignore)
 
     @abstractmethod
     def compress_integers(self, integers: Tensor, scale: Tensor) -> dict[str, Tensor]:

@@ -34,7 +34,6 @@ from hf_sparse24.quantization import (
     Format,
     QuantizationScheme,
     group_formats,
-    group_of_scheme,
     scheme_of_groups,
     why_not_quantized,
 )
@@ -142,11 +141,6 @@ class Marlin24Compressor(BaseQuantizedCompressor):
     def claim(self, block: Mapping[str, Any]) -> QuantizationScheme | None:
         """A block of compressed-tensors that names this format for all layers, or for some of them."""
         return scheme_of_groups(block, MARLIN) if MARLIN in group_formats(block) else None
-
-    def to_block(self, targets: list[str], ignore: list[str]) -> dict[str, Any]:
-        """`config_groups` and what goes with it."""
-        assert self.scheme is not None
-        return ct_block(self.scheme, targets, ignore)
 
     def read_shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
         """(N, K)."""
@@ -340,16 +334,3 @@ class GptqMarlin24Compressor(Marlin24Compressor):
 def _scheme(num_bits: Any, grouped: bool, format: Format) -> QuantizationScheme:
     group_size = GROUP_SIZE if grouped else None
     return QuantizationScheme(num_bits=num_bits, strategy="group" if grouped else "channel", group_size=group_size, format=format)
-
-
-def ct_block(scheme: QuantizationScheme, targets: list[str], ignore: list[str]) -> dict[str, Any]:
-    """What compressed-tensors writes beside `sparsity_config` for a quantised model."""
-    return {
-        "config_groups": {"group_0": group_of_scheme(scheme, targets)},
-        "format": scheme.format,
-        "global_compression_ratio": None,
-        "ignore": list(ignore),
-        "kv_cache_scheme": None,
-        "quantization_status": "compressed",
-        "transform_config": {},
-    }

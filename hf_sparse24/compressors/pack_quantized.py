@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hf_sparse24.compressors.base import BaseQuantizedCompressor, PackedTensorError, Spec, shape_of, specs_of
-from hf_sparse24.compressors.marlin24 import ct_block
 from hf_sparse24.quantization import PACK, QuantizationScheme, group_formats, scheme_of_groups
 
 
@@ -34,11 +33,6 @@ class PackQuantizedCompressor(BaseQuantizedCompressor):
         sparsity = block.get("sparsity_config")
         is_sparse = isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense")
         return scheme_of_groups(block, PACK) if is_sparse and PACK in group_formats(block) else None
-
-    def to_block(self, targets: list[str], ignore: list[str]) -> dict[str, Any]:
-        """`config_groups` and what goes with it."""
-        assert self.scheme is not None
-        return ct_block(self.scheme, targets, ignore)
 
     def why_not(self, weight: Tensor) -> str | None:
         """Always a reason."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hf_sparse24.compressors.base import BaseCompressor, BaseQuantizedCompressor, PackedTensorError, Spec, specs_of
-from hf_sparse24.compressors.marlin24 import ct_block
 from hf_sparse24.quantization import (
     EIGHT_BIT,
     FLOAT8,
@@ -65,11 +64,6 @@ class QuantizedCompressor(BaseQuantizedCompressor):
             return None
         format = next((name for name in EIGHT_BIT if name in group_formats(block)), None)
         return None if format is None or not block.get("config_groups") else scheme_of_groups(block, format)
-
-    def to_block(self, targets: list[str], ignore: list[str]) -> dict[str, Any]:
-        """`config_groups` and what goes with it."""
-        assert self.scheme is not None
-        return ct_block(self.scheme, targets, ignore)
 
     def read_shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
         """As the format of the values has it."""
