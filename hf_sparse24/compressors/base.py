@@ -223,6 +223,12 @@ def require_storable(weight: Tensor) -> None:
         raise ValueError(f"dtype {weight.dtype} cannot be stored sparse, expected one of {', '.join(str(d) for d in STORABLE_DTYPES)}")
 
 
+def require_finite(parts: Mapping[str, Tensor], part: str) -> None:
+    """Raise PackedTensorError if a part holds NaN or infinity."""
+    if not parts[part].float().isfinite().all():
+        raise PackedTensorError(f"{part} holds values that are NaN or infinite")
+
+
 def as_words(tensor: Tensor) -> np.ndarray:
     """The memory of a contiguous CPU tensor as an array of unsigned words, one per element; no copy."""
     torch_word, numpy_word = WORDS[tensor.element_size()]

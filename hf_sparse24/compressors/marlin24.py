@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.compressors.base import BaseQuantizedCompressor, PackedTensorError, Spec, specs_of
+from hf_sparse24.compressors.base import BaseQuantizedCompressor, PackedTensorError, Spec, require_finite, specs_of
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.pattern import find_bad_groups
 from hf_sparse24.quantization import (
@@ -272,8 +272,7 @@ class Marlin24Compressor(BaseQuantizedCompressor):
             row, group = bad[0].tolist()
             columns = f"{4 * group}..{4 * group + 3}"
             raise PackedTensorError(f"{self.parts[1]} keeps no two columns: row {row}, columns {columns} have 0x{int(codes[row, group]):x}")
-        if not parts[self.parts[2]].isfinite().all():
-            raise PackedTensorError(f"{self.parts[2]} holds values that are NaN or infinite")
+        require_finite(parts, self.parts[2])
 
     def dense_dtype(self, specs: Mapping[str, Spec]) -> torch.dtype:
         """float16."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.compressors.base import BaseQuantizedCompressor, PackedTensorError, Spec, shape_of, specs_of
+from hf_sparse24.compressors.base import BaseQuantizedCompressor, PackedTensorError, Spec, require_finite, shape_of, specs_of
 from hf_sparse24.quantization import PACK, QuantizationScheme, group_formats, scheme_of_groups
 
 
@@ -60,7 +60,10 @@ class PackQuantizedCompressor(BaseQuantizedCompressor):
             raise PackedTensorError("the part weight_shape is missing")
         if torch.Size(parts["weight_shape"].get_shape()).numel() != 2:
             raise PackedTensorError(f"weight_shape has shape {tuple(parts['weight_shape'].get_shape())}, expected two sizes")
-        return shape_of(parts["weight_shape"][...])
+        shape = parts["weight_shape"][...]
+        if shape.is_floating_point():
+            raise PackedTensorError(f"weight_shape is {shape.dtype}, expected integers")
+        return shape_of(shape)
 
     def scheme_of(self, specs: Mapping[str, Spec]) -> QuantizationScheme | None:
         """Unknown: 4 and 8 bits look alike without the shape."""
@@ -99,11 +102,12 @@ class PackQuantizedCompressor(BaseQuantizedCompressor):
             raise PackedTensorError(f"weight_scale is {scale_dtype} of shape {scale}, which fits no weight of shape {shape}")
 
     def check_values(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], num_values: int) -> None:
-        """Check that there are no zero points.
+        """Check that there are no zero points, and that scales are numbers.
 
         Raises:
-            PackedTensorError: There are.
+            PackedTensorError: There are, or a scale is none.
         """
+        require_finite(parts, "weight_scale")
         if "weight_zero_point" in parts and parts["weight_zero_point"].any():
             raise PackedTensorError("weight_zero_point is not zero: asymmetric weights are not read")
 

@@ -26,7 +26,7 @@ from hf_sparse24.quantized_linear import (
     QuantizedSparseBitmaskLinear,
 )
 from tests.conftest import GOLDEN
-from tests.models import DENSE, KEPT, logits, same_bytes, tensors_of, two_of_four
+from tests.models import DENSE, KEPT, logits, same_bytes, two_of_four
 
 # Folder -> the layer that keeps its weights, how many there are, the largest error against the original (from the writer's own
 # dequantised weights), and whether the checkpoint asks for 8-bit activations.
@@ -222,14 +222,14 @@ def test_rows_that_tensor_parallelism_asks_for_are_those_of_the_whole(folder):
 
 def damaged(source, target, change):
     shutil.copytree(source, target)
-    tensors = tensors_of(source)
-    tensors = {name: value for name, value in load_file(source / "model.safetensors").items()}
+    tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 
 P = "model.layers.0.mlp.down_proj"
+PACK = "pack-quantized+sparse-24-bitmask"
 FP8, INT8, W4 = "float-quantized+sparse-24-bitmask", "int-quantized+sparse-24-bitmask", "marlin-24-w4-g128"
 DAMAGES = {
     "asymmetric": (INT8, lambda t: t.update({f"{P}.weight_zero_point": torch.ones(64, 1, dtype=torch.int8)}), "not zero: asymmetric"),
@@ -239,6 +239,9 @@ DAMAGES = {
     "no-scale": (W4, lambda t: t.pop(f"{P}.scale_packed"), "the part scale_packed is missing"),
     "groups-of-64": (W4, lambda t: t.update({f"{P}.scale_packed": torch.ones(8, 128).half()}), "8 rows for in_features 512"),
     "nan-scale": (W4, lambda t: t[f"{P}.scale_packed"].view(-1)[3:4].fill_(torch.nan), "NaN or infinite"),
+    "nan-scale-8-bits": (FP8, lambda t: t[f"{P}.weight_scale"][3].fill_(torch.nan), "weight_scale holds values that are NaN or infinite"),
+    "infinite-scale-packed": (PACK, lambda t: t[f"{P}.weight_scale"][3].fill_(torch.inf), "weight_scale holds values that are NaN"),
+    "nan-shape": (PACK, lambda t: t.update({f"{P}.weight_shape": torch.tensor([64, torch.nan])}), "weight_shape is torch.float32"),
     "meta": (W4, lambda t: t[f"{P}.meta"].view(-1)[0:1].fill_(0), r"keeps no two columns: row 0, columns 0\.\.3 have 0x0"),
     "packed-size": (W4, lambda t: t.update({f"{P}.weight_packed": torch.zeros(16, 300).int()}), r"weight_packed has shape \(16, 300\)"),
     "scale-beside-16-bits": (FP8, lambda t: t.update({"lm_head.weight_scale": torch.ones(128, 1)}), "lm_head.weight is torch.bfloat16"),
