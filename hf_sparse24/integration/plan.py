@@ -310,7 +310,5 @@ def _config_to_store(plan: _Plan, sparsity: float) -> SparsityConfig:
         config = config_class(targets=sorted(names, key=dot_natural_key), ignore=[])
     stored = config.model_copy(deep=True)
     stored.global_sparsity, stored.run_compressed = round(sparsity, 6), None
-    if stored.quantization is not None:
-        # Readers of quantised checkpoints take what is not ignored to be quantised.
-        stored.ignore = [*stored.ignore, *(name for name in plan.left_dense if name not in stored.ignore)]
+    stored.ignore_dense(plan.left_dense)
     return stored
