@@ -23,9 +23,10 @@ from hf_sparse24.compressors import (
     compressor_for,
 )
 from hf_sparse24.compressors.base import Spec
+from hf_sparse24.compressors.pack_quantized import unpack_words
 from hf_sparse24.kernels import ops
 from hf_sparse24.linear import PackedLinear
-from hf_sparse24.quantization import QuantizationScheme
+from hf_sparse24.quantization import QuantizationScheme, dequantize
 
 
 class QuantizedLinear(PackedLinear):
@@ -140,3 +141,9 @@ class PackQuantizedLinear(QuantizedLinear):
     """A layer with a weight of 4 or 8 bits that is not stored sparse; it is unpacked for every call."""
 
     compressor: ClassVar[BaseCompressor] = PackQuantizedCompressor()
+    weight_packed: nn.Parameter
+    weight_scale: nn.Parameter
+
+    def unpack(self) -> Tensor:
+        """The dequantised weight (out_features, in_features), dtype of weight_scale.  Parts are checked on loading, not here."""
+        return dequantize(unpack_words(self.weight_packed.detach(), self.in_features), self.weight_scale.detach())

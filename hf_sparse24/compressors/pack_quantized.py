@@ -78,12 +78,7 @@ class PackQuantizedCompressor(BaseQuantizedCompressor):
         shape = shape_of(parts["weight_shape"])
         self.check_parts(specs_of(parts), shape)
         self.check_values(parts, shape, 0)
-        packed = parts["weight_packed"].detach().contiguous().view(torch.uint8)
-        num_bits = _num_bits(packed.shape[1] // 4, shape[1])
-        if num_bits == 4:
-            packed = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
-        integers = (packed[:, : shape[1]].to(torch.int16) - (1 << (num_bits - 1))).to(torch.int8)
-        return integers, parts["weight_scale"].detach()
+        return unpack_words(parts["weight_packed"].detach(), shape[1]), parts["weight_scale"].detach()
 
     def check_parts(self, specs: Mapping[str, Spec], shape: tuple[int, ...]) -> None:
         """Check dtypes and shapes against each other.
@@ -118,6 +113,15 @@ class PackQuantizedCompressor(BaseQuantizedCompressor):
     def num_values(self, specs: Mapping[str, Spec], shape: tuple[int, ...]) -> int:
         """Every weight."""
         return shape[0] * shape[1]
+
+
+def unpack_words(weight_packed: Tensor, columns: int) -> Tensor:
+    """The integers of a weight_packed that was checked: (out_features, columns), int8."""
+    num_bits = _num_bits(weight_packed.shape[1], columns)
+    packed = weight_packed.contiguous().view(torch.uint8)
+    if num_bits == 4:
+        packed = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    return (packed[:, :columns].to(torch.int16) - (1 << (num_bits - 1))).to(torch.int8)
 
 
 def _num_bits(words: int, columns: int) -> int:

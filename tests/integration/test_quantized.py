@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import CheckpointError, ModelCompressor, Sparse24Config, Sparse24Linear
 from hf_sparse24.checkpoint import find_packed, open_checkpoint
-from hf_sparse24.compressors import GptqMarlin24Compressor, Marlin24Compressor
+from hf_sparse24.compressors import GptqMarlin24Compressor, Marlin24Compressor, PackQuantizedCompressor
 from hf_sparse24.compressors.base import specs_of
 from hf_sparse24.config import GUARD, parse_config
 from hf_sparse24.integration.quantizer import prepare_kernels
@@ -118,6 +118,18 @@ def test_kernels_are_prepared_once_for_all_layers_of_a_kind(monkeypatch):
         ("prepare_marlin24", {**common, "num_bits": 4, "grouped": True, "scales_permuted": False, "shapes": both}),
         ("prepare_marlin24", {**common, "num_bits": 8, "grouped": False, "scales_permuted": False, "shapes": one}),
     ]
+
+
+def test_packed_integers_are_checked_on_loading_and_not_in_every_call(monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(GOLDEN / "pack-quantized+sparse-24-bitmask", quantization_config=KEPT)
+    expected = logits(model)
+
+    def check(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(PackQuantizedCompressor, "check_values", check)
+    monkeypatch.setattr(PackQuantizedCompressor, "check_parts", check)
+    assert torch.equal(logits(model), expected)
 
 
 def test_lost_int8_weights_are_zero_and_all_others_right():
