@@ -162,8 +162,12 @@ class BaseQuantizedCompressor(BaseCompressor):
         weight = weight.detach()
         if reason := self.why_not(weight):
             raise ValueError(reason)
+        return self.compress_integers(*self.quantize(weight))
+
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The integers and scales that `compress_weight` stores."""
         assert self.scheme is not None
-        return self.compress_integers(*(exact_integers(weight, self.scheme) or quantize_weight(weight, None, self.scheme)))
+        return exact_integers(weight, self.scheme) or quantize_weight(weight, None, self.scheme)
 
 
 class BaseSparsityCompressor(BaseCompressor):
