@@ -4,7 +4,7 @@ A compressed checkpoint is the dense checkpoint in which some weights are stored
 the result behaves like the open files of the dense checkpoint, so that whoever reads it (Transformers' loader with its
 renamings, expert merging, sharding and casts; a folder conversion) needs to know nothing of packing.
 
-What is packed is decided by the tensors' names, never by `config.json` (docs/formats.md):
+What is packed is decided by the tensors' names (docs/formats.md); `config.json` only says whose the last two are, which others read too:
 
     P.compressed, P.bitmask, P.shape                  the weight P.weight, sparse-24-bitmask
     the same and P.row_offsets                        the weight P.weight, sparse-bitmask
@@ -12,6 +12,8 @@ What is packed is decided by the tensors' names, never by `config.json` (docs/fo
     either of the first two and P.weight_scale        the weight P.weight, quantised to 8 bits
     P.weight_packed, P.meta, P.scale_packed           the weight P.weight, marlin-24
     P.B_24, P.B_meta, P.s                             the same under GPTQ's names
+    P.weight_packed, P.weight_scale, P.weight_shape   the weight P.weight, pack-quantized
+    P.weight of 8 bits, P.weight_scale                the weight P.weight, quantised to 8 bits and not sparse
 """
 
 import json

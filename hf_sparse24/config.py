@@ -13,7 +13,7 @@ What is packed is never read from here: the tensors in the file say it (checkpoi
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -101,6 +101,11 @@ class SparsityConfig(BaseModel, QuantizationConfigMixin):
     def compressor(self) -> BaseCompressor:
         """What stores the weights that this config selects."""
         return compressor_for(self.format, self.quantization)
+
+    def ignore_dense(self, modules: Iterable[str]) -> None:
+        """Name modules that stay dense: readers of quantised checkpoints take what is not ignored to be quantised."""
+        if self.quantization is not None:
+            self.ignore = [*self.ignore, *(name for name in modules if name not in self.ignore)]
 
     @property
     def dequantize(self) -> bool:

@@ -89,8 +89,7 @@ def compress_folder(source: str | Path, out: str | Path, config: SparsityConfig 
                 _write_shard(shard, stage, file, weight_map)
             stored = config.model_copy(deep=True)
             stored.global_sparsity = round(left_out / max(1, elements), 6)
-            if stored.quantization is not None:
-                stored.ignore = [*stored.ignore, *(name.removesuffix(".weight") for name in left_dense)]
+            stored.ignore_dense(name.removesuffix(".weight") for name in left_dense)
             _write_rest(checkpoint, stage, weight_map, {**without_sparsity(checkpoint.config), "quantization_config": stored.to_dict()})
 
 
@@ -192,9 +191,7 @@ def _convert(checkpoint: Checkpoint, out: Path, packed: Mapping[str, PackedSlice
                 else:
                     shard[name] = dense[name][...]
             _write_shard(shard, stage, file, weight_map)
-        if config.quantization is not None:
-            ignored = [name.removesuffix(".weight") for name in left_dense]
-            config.ignore = [*config.ignore, *(name for name in ignored if name not in config.ignore)]
+        config.ignore_dense(name.removesuffix(".weight") for name in left_dense)
         _write_rest(checkpoint, stage, weight_map, {**without_sparsity(checkpoint.config), "quantization_config": config.to_dict()})
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from importlib import resources
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,7 @@ def _inspect(folder: Path) -> dict[str, Any]:
             "architecture": next(iter(_as_list(checkpoint.config.get("architectures"))), None),
             "packed": {name: (len(sizes), *map(sum, zip(*sizes, strict=True))) for name, sizes in sorted(by_format.items())},
             "two_four": {name for name, compressor in compressors.items() if compressor.config_format == Sparse24Config.format},
+            "sparse": {weight.compressor.format for weight in packed.values() if weight.num_values < prod(weight.shape)},
             "scheme": sparsity.quantization,
             "quant_method": block.get("quant_method"),
             "num_dense": len(as_dense(checkpoint.tensors, packed)) - len(packed),

@@ -292,7 +292,20 @@ def scheme_of_groups(block: Mapping[str, Any], format: str) -> QuantizationSchem
         raise CheckpointError(f"config_groups.{name}: not a scheme that is read: {str(error)[:400]}") from None
 
 
-def group_of_scheme(scheme: QuantizationScheme, targets: list[str]) -> dict[str, Any]:
+def block_of_scheme(scheme: QuantizationScheme, targets: list[str], ignore: list[str]) -> dict[str, Any]:
+    """What compressed-tensors writes beside `sparsity_config` for a quantised model."""
+    return {
+        "config_groups": {"group_0": _group_of_scheme(scheme, targets)},
+        "format": scheme.format,
+        "global_compression_ratio": None,
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+        "transform_config": {},
+    }
+
+
+def _group_of_scheme(scheme: QuantizationScheme, targets: list[str]) -> dict[str, Any]:
     """A scheme as an entry of `config_groups`, with every key that compressed-tensors writes."""
     common: dict[str, Any] = {"actorder": None, "block_structure": None, "symmetric": True, "observer_kwargs": {}, "type": scheme.type}
     weights = {

@@ -6,8 +6,8 @@ The integers stay as they are stored, on every device; `weight` answers with the
 changes its bias only: scales keep the dtype in which they were stored, and integers are no numbers to be cast.
 """
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,11 @@ from hf_sparse24.compressors import (
     SparseBitmaskCompressor,
     compressor_for,
 )
+from hf_sparse24.compressors.base import Spec
+from hf_sparse24.compressors.pack_quantized import unpack_words
 from hf_sparse24.kernels import ops
 from hf_sparse24.linear import PackedLinear
-from hf_sparse24.quantization import QuantizationScheme
+from hf_sparse24.quantization import QuantizationScheme, dequantize
 
 
 class QuantizedLinear(PackedLinear):
@@ -65,7 +67,7 @@ class QuantizedLinear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features), of the dtype of x."""
-        bias: Tensor | None = self.bias
+        bias: Tensor | None = self._parameters["bias"]  # not as an attribute, as in linear.py
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
             bias = None if bias is None else bias.to(x.dtype)
@@ -88,9 +90,9 @@ class QuantizedSparse24Linear(QuantizedLinear):
         return ops.dequantize_8bit(self.compressed, self.bitmask, self.weight_scale, self.in_features)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        input_scale = self._parameters.get("input_scale")
-        scales = self.weight_scale, input_scale
-        return ops.linear_8bit(x, self.compressed, self.bitmask, *scales, bias, self.in_features, self.quantize_x)
+        parameters: dict[str, Any] = self._parameters
+        packed = parameters["compressed"], parameters["bitmask"], parameters["weight_scale"]
+        return ops.linear_8bit(x, *packed, parameters.get("input_scale"), bias, self.in_features, self.quantize_x)
 
 
 class QuantizedSparseBitmaskLinear(QuantizedSparse24Linear):
@@ -103,25 +105,23 @@ class Marlin24Linear(QuantizedLinear):
     """A layer with a 2:4 weight of 4 or 8 bits in Marlin's order, and scales per row or for groups of 128 columns."""
 
     compressor: ClassVar[BaseCompressor] = Marlin24Compressor()
+    num_bits: int
+    """4 or 8."""
+    scales_permuted: bool
+    """Whether each run of eight scales is stored as 0 4 1 5 2 6 3 7; the GPTQ spelling has another rule for that."""
+
+    def _register(self, in_features: int, out_features: int, bias: bool, specs: Mapping[str, Spec], *args: Any) -> None:
+        super()._register(in_features, out_features, bias, specs, *args)
+        assert isinstance(self.compressor, Marlin24Compressor)
+        self.num_bits = self.compressor.num_bits(specs)
+        self.scales_permuted = self.compressor.scales_permuted(in_features, specs[self.compressor.parts[2]][1][0])
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Integers, metadata and scales, whatever their names are."""
-        packed, meta, scale = (self._parameters[part] for part in self.compressor.parts)
-        assert packed is not None and meta is not None and scale is not None
-        return packed, meta, scale
-
-    @property
-    def num_bits(self) -> int:
-        """4 or 8."""
-        packed, _, scale = self.tensors
-        return 2 * packed.shape[1] // scale.shape[1]
-
-    @property
-    def scales_permuted(self) -> bool:
-        """Whether each run of eight scales is stored as 0 4 1 5 2 6 3 7; the GPTQ spelling has another rule for that."""
-        assert isinstance(self.compressor, Marlin24Compressor)
-        return self.compressor.scales_permuted(self.in_features, self.tensors[2].shape[0])
+        parameters: dict[str, Any] = self._parameters
+        packed, meta, scale = self.compressor.parts
+        return parameters[packed], parameters[meta], parameters[scale]
 
     def unpack(self) -> Tensor:
         """The dequantised weight (out_features, in_features), float16."""
@@ -141,3 +141,9 @@ class PackQuantizedLinear(QuantizedLinear):
     """A layer with a weight of 4 or 8 bits that is not stored sparse; it is unpacked for every call."""
 
     compressor: ClassVar[BaseCompressor] = PackQuantizedCompressor()
+    weight_packed: nn.Parameter
+    weight_scale: nn.Parameter
+
+    def unpack(self) -> Tensor:
+        """The dequantised weight (out_features, in_features), dtype of weight_scale.  Parts are checked on loading, not here."""
+        return dequantize(unpack_words(self.weight_packed.detach(), self.in_features), self.weight_scale.detach())

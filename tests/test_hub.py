@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import RepoCard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import CheckpointError, Sparse24Config
@@ -110,6 +111,19 @@ def test_card_of_a_quantised_checkpoint_says_how_it_is_rounded(golden, name, tex
     card = card_for(golden / name)
     assert card.data.tags == ["sparse24", "2:4"]
     assert "Sparse24Config(run_compressed=False)" in card.text and all(text in card.text for text in texts)
+
+
+def test_card_of_weights_that_are_not_stored_sparse_says_so(golden, tmp_path):
+    text = card_for(golden / "pack-quantized+sparse-24-bitmask").text
+    assert "`pack-quantized`: every value is stored, zeros too." in text and "Stored are" not in text
+    shutil.copytree(golden / "float-quantized+sparse-24-bitmask", tmp_path / "mixed")
+    tensors = load_file(tmp_path / "mixed" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    tensors["lm_head.weight_scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "mixed" / "model.safetensors")
+    text = card_for(tmp_path / "mixed").text
+    assert "`quantized dense`: every value is stored, zeros too." in text and "zeros may be anywhere" not in text
+    assert "`quantized sparse-24-bitmask`: at most two values" in text
 
 
 def test_card_of_the_gptq_spelling_says_who_reads_it(golden, tmp_path):

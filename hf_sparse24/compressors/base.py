@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hf_sparse24.quantization import QuantizationScheme, dequantize, exact_integers, quantize_weight
+from hf_sparse24.quantization import QuantizationScheme, block_of_scheme, dequantize, exact_integers, quantize_weight
 
 # dtype and shape of a tensor.
 Spec = tuple[torch.dtype, tuple[int, ...]]
@@ -130,9 +130,10 @@ class BaseQuantizedCompressor(BaseCompressor):
     def claim(self, block: Mapping[str, Any]) -> QuantizationScheme | None:
         """The scheme, if a `quantization_config` announces weights of this format, whichever method it names."""
 
-    @abstractmethod
     def to_block(self, targets: list[str], ignore: list[str]) -> dict[str, Any]:
-        """What `quantization_config` says of this format, beside the sparsity config."""
+        """What `quantization_config` says of this format, beside the sparsity config: as compressed-tensors has it."""
+        assert self.scheme is not None
+        return block_of_scheme(self.scheme, targets, ignore)
 
     @abstractmethod
     def compress_integers(self, integers: Tensor, scale: Tensor) -> dict[str, Tensor]:
@@ -161,8 +162,12 @@ class BaseQuantizedCompressor(BaseCompressor):
         weight = weight.detach()
         if reason := self.why_not(weight):
             raise ValueError(reason)
+        return self.compress_integers(*self.quantize(weight))
+
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The integers and scales that `compress_weight` stores."""
         assert self.scheme is not None
-        return self.compress_integers(*(exact_integers(weight, self.scheme) or quantize_weight(weight, None, self.scheme)))
+        return exact_integers(weight, self.scheme) or quantize_weight(weight, None, self.scheme)
 
 
 class BaseSparsityCompressor(BaseCompressor):
@@ -220,6 +225,12 @@ def require_storable(weight: Tensor) -> None:
     """Raise ValueError for a dtype that no format stores."""
     if weight.dtype not in STORABLE_DTYPES:
         raise ValueError(f"dtype {weight.dtype} cannot be stored sparse, expected one of {', '.join(str(d) for d in STORABLE_DTYPES)}")
+
+
+def require_finite(parts: Mapping[str, Tensor], part: str) -> None:
+    """Raise PackedTensorError if a part holds NaN or infinity."""
+    if not parts[part].float().isfinite().all():
+        raise PackedTensorError(f"{part} holds values that are NaN or infinite")
 
 
 def as_words(tensor: Tensor) -> np.ndarray:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.compressors.base import BaseQuantizedCompressor, PackedTensorError, Spec, specs_of
+from hf_sparse24.compressors.base import BaseQuantizedCompressor, PackedTensorError, Spec, require_finite, specs_of
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.pattern import find_bad_groups
 from hf_sparse24.quantization import (
@@ -34,7 +34,6 @@ from hf_sparse24.quantization import (
     Format,
     QuantizationScheme,
     group_formats,
-    group_of_scheme,
     scheme_of_groups,
     why_not_quantized,
 )
@@ -143,11 +142,6 @@ class Marlin24Compressor(BaseQuantizedCompressor):
         """A block of compressed-tensors that names this format for all layers, or for some of them."""
         return scheme_of_groups(block, MARLIN) if MARLIN in group_formats(block) else None
 
-    def to_block(self, targets: list[str], ignore: list[str]) -> dict[str, Any]:
-        """`config_groups` and what goes with it."""
-        assert self.scheme is not None
-        return ct_block(self.scheme, targets, ignore)
-
     def read_shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
         """(N, K)."""
         if missing := sorted(set(self.parts) - set(parts)):
@@ -159,12 +153,11 @@ class Marlin24Compressor(BaseQuantizedCompressor):
 
     def scheme_of(self, specs: Mapping[str, Spec]) -> QuantizationScheme:
         """The scheme, from the shapes."""
-        num_bits = self.num_bits({part: shape for part, (_, shape) in specs.items()})
-        return _scheme(num_bits, specs[self.parts[2]][1][0] > 1, self._file_format)
+        return _scheme(self.num_bits(specs), specs[self.parts[2]][1][0] > 1, self._file_format)
 
-    def num_bits(self, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    def num_bits(self, specs: Mapping[str, Spec]) -> int:
         """4 or 8, if the shapes are right."""
-        return 2 * shapes[self.parts[0]][1] // max(1, shapes[self.parts[2]][1])
+        return 2 * specs[self.parts[0]][1][1] // max(1, specs[self.parts[2]][1][1])
 
     def scales_permuted(self, in_features: int, num_groups: int) -> bool:
         """Whether scales are stored in SCALE_ORDER: by compressed-tensors' rule, which looks at K/2."""
@@ -233,11 +226,10 @@ class Marlin24Compressor(BaseQuantizedCompressor):
             PackedTensorError: The parts disagree with each other.
         """
         packed, meta, scale = (parts[part].detach() for part in self.parts)
-        shape = scale.shape[1], COLUMNS * packed.shape[0]
-        self.check_parts(specs_of(parts), shape)
+        specs, shape = specs_of(parts), (scale.shape[1], COLUMNS * packed.shape[0])
+        self.check_parts(specs, shape)
         self.check_values(parts, shape, packed.numel())
-        num_bits = self.num_bits({part: tuple(value.shape) for part, value in parts.items()})
-        return unpack_integers(packed, meta, num_bits), scales_in_rows(scale, self.scales_permuted(shape[1], scale.shape[0]))
+        return unpack_integers(packed, meta, self.num_bits(specs)), scales_in_rows(scale, self.scales_permuted(shape[1], scale.shape[0]))
 
     def check_parts(self, specs: Mapping[str, Spec], shape: tuple[int, ...]) -> None:
         """Check dtypes and shapes against each other.
@@ -280,8 +272,7 @@ class Marlin24Compressor(BaseQuantizedCompressor):
             row, group = bad[0].tolist()
             columns = f"{4 * group}..{4 * group + 3}"
             raise PackedTensorError(f"{self.parts[1]} keeps no two columns: row {row}, columns {columns} have 0x{int(codes[row, group]):x}")
-        if not parts[self.parts[2]].isfinite().all():
-            raise PackedTensorError(f"{self.parts[2]} holds values that are NaN or infinite")
+        require_finite(parts, self.parts[2])
 
     def dense_dtype(self, specs: Mapping[str, Spec]) -> torch.dtype:
         """float16."""
@@ -342,16 +333,3 @@ class GptqMarlin24Compressor(Marlin24Compressor):
 def _scheme(num_bits: Any, grouped: bool, format: Format) -> QuantizationScheme:
     group_size = GROUP_SIZE if grouped else None
     return QuantizationScheme(num_bits=num_bits, strategy="group" if grouped else "channel", group_size=group_size, format=format)
-
-
-def ct_block(scheme: QuantizationScheme, targets: list[str], ignore: list[str]) -> dict[str, Any]:
-    """What compressed-tensors writes beside `sparsity_config` for a quantised model."""
-    return {
-        "config_groups": {"group_0": group_of_scheme(scheme, targets)},
-        "format": scheme.format,
-        "global_compression_ratio": None,
-        "ignore": list(ignore),
-        "kv_cache_scheme": None,
-        "quantization_status": "compressed",
-        "transform_config": {},
-    }

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.compressors.base import BaseQuantizedCompressor, PackedTensorError, Spec, shape_of, specs_of
-from hf_sparse24.compressors.marlin24 import ct_block
+from hf_sparse24.compressors.base import BaseQuantizedCompressor, PackedTensorError, Spec, require_finite, shape_of, specs_of
 from hf_sparse24.quantization import PACK, QuantizationScheme, group_formats, scheme_of_groups
 
 
@@ -34,11 +33,6 @@ class PackQuantizedCompressor(BaseQuantizedCompressor):
         sparsity = block.get("sparsity_config")
         is_sparse = isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense")
         return scheme_of_groups(block, PACK) if is_sparse and PACK in group_formats(block) else None
-
-    def to_block(self, targets: list[str], ignore: list[str]) -> dict[str, Any]:
-        """`config_groups` and what goes with it."""
-        assert self.scheme is not None
-        return ct_block(self.scheme, targets, ignore)
 
     def why_not(self, weight: Tensor) -> str | None:
         """Always a reason."""
@@ -66,7 +60,10 @@ class PackQuantizedCompressor(BaseQuantizedCompressor):
             raise PackedTensorError("the part weight_shape is missing")
         if torch.Size(parts["weight_shape"].get_shape()).numel() != 2:
             raise PackedTensorError(f"weight_shape has shape {tuple(parts['weight_shape'].get_shape())}, expected two sizes")
-        return shape_of(parts["weight_shape"][...])
+        shape = parts["weight_shape"][...]
+        if shape.is_floating_point():
+            raise PackedTensorError(f"weight_shape is {shape.dtype}, expected integers")
+        return shape_of(shape)
 
     def scheme_of(self, specs: Mapping[str, Spec]) -> QuantizationScheme | None:
         """Unknown: 4 and 8 bits look alike without the shape."""
@@ -81,12 +78,7 @@ class PackQuantizedCompressor(BaseQuantizedCompressor):
         shape = shape_of(parts["weight_shape"])
         self.check_parts(specs_of(parts), shape)
         self.check_values(parts, shape, 0)
-        packed = parts["weight_packed"].detach().contiguous().view(torch.uint8)
-        num_bits = _num_bits(packed.shape[1] // 4, shape[1])
-        if num_bits == 4:
-            packed = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
-        integers = (packed[:, : shape[1]].to(torch.int16) - (1 << (num_bits - 1))).to(torch.int8)
-        return integers, parts["weight_scale"].detach()
+        return unpack_words(parts["weight_packed"].detach(), shape[1]), parts["weight_scale"].detach()
 
     def check_parts(self, specs: Mapping[str, Spec], shape: tuple[int, ...]) -> None:
         """Check dtypes and shapes against each other.
@@ -105,11 +97,12 @@ class PackQuantizedCompressor(BaseQuantizedCompressor):
             raise PackedTensorError(f"weight_scale is {scale_dtype} of shape {scale}, which fits no weight of shape {shape}")
 
     def check_values(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], num_values: int) -> None:
-        """Check that there are no zero points.
+        """Check that there are no zero points, and that scales are numbers.
 
         Raises:
-            PackedTensorError: There are.
+            PackedTensorError: There are, or a scale is none.
         """
+        require_finite(parts, "weight_scale")
         if "weight_zero_point" in parts and parts["weight_zero_point"].any():
             raise PackedTensorError("weight_zero_point is not zero: asymmetric weights are not read")
 
@@ -120,6 +113,15 @@ class PackQuantizedCompressor(BaseQuantizedCompressor):
     def num_values(self, specs: Mapping[str, Spec], shape: tuple[int, ...]) -> int:
         """Every weight."""
         return shape[0] * shape[1]
+
+
+def unpack_words(weight_packed: Tensor, columns: int) -> Tensor:
+    """The integers of a weight_packed that was checked: (out_features, columns), int8."""
+    num_bits = _num_bits(weight_packed.shape[1], columns)
+    packed = weight_packed.contiguous().view(torch.uint8)
+    if num_bits == 4:
+        packed = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    return (packed[:, :columns].to(torch.int16) - (1 << (num_bits - 1))).to(torch.int8)
 
 
 def _num_bits(words: int, columns: int) -> int:

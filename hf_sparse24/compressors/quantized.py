@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.compressors.base import BaseCompressor, BaseQuantizedCompressor, PackedTensorError, Spec, specs_of
-from hf_sparse24.compressors.marlin24 import ct_block
+from hf_sparse24.compressors.base import BaseCompressor, BaseQuantizedCompressor, PackedTensorError, Spec, require_finite, specs_of
 from hf_sparse24.quantization import (
     EIGHT_BIT,
     FLOAT8,
@@ -66,11 +65,6 @@ class QuantizedCompressor(BaseQuantizedCompressor):
         format = next((name for name in EIGHT_BIT if name in group_formats(block)), None)
         return None if format is None or not block.get("config_groups") else scheme_of_groups(block, format)
 
-    def to_block(self, targets: list[str], ignore: list[str]) -> dict[str, Any]:
-        """`config_groups` and what goes with it."""
-        assert self.scheme is not None
-        return ct_block(self.scheme, targets, ignore)
-
     def read_shape(self, parts: Mapping[str, Any]) -> tuple[int, ...]:
         """As the format of the values has it."""
         return self.sparsity.read_shape(parts)
@@ -117,12 +111,12 @@ class QuantizedCompressor(BaseQuantizedCompressor):
         """The integers, (out_features, in_features), and the scales as they are stored.
 
         Raises:
-            PackedTensorError: The parts disagree with each other, or the weight is asymmetric.
+            PackedTensorError: The parts disagree with each other, the weight is asymmetric, or a scale is no number.
         """
         values = {part: parts[part] for part in self.sparsity.parts if part in parts}
         integers = self.sparsity.decompress_weight(values)
         self.check_parts(specs_of(parts), tuple(integers.shape))
-        self._check_symmetric(parts)
+        self._check_scales(parts)
         return integers, parts["weight_scale"].detach()
 
     def check_parts(self, specs: Mapping[str, Spec], shape: tuple[int, ...]) -> None:
@@ -147,12 +141,13 @@ class QuantizedCompressor(BaseQuantizedCompressor):
         """Check what is stored beside the values.
 
         Raises:
-            PackedTensorError: As the sparse format has it; or the weight is asymmetric.
+            PackedTensorError: As the sparse format has it; the weight is asymmetric, or a scale is no number.
         """
         self.sparsity.check_values(parts, shape, num_values)
-        self._check_symmetric(parts)
+        self._check_scales(parts)
 
-    def _check_symmetric(self, parts: Mapping[str, Tensor]) -> None:
+    def _check_scales(self, parts: Mapping[str, Tensor]) -> None:
+        require_finite(parts, "weight_scale")
         for name in ZERO_POINTS:
             # Not every dtype of a zero point can be compared.
             if name in parts and parts[name].float().any():

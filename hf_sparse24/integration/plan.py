@@ -16,7 +16,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_sparse24.checkpoint import name_of_part
-from hf_sparse24.compressors import SPARSITY_COMPRESSORS, BaseCompressor
+from hf_sparse24.compressors import SPARSITY_COMPRESSORS, BaseCompressor, BaseQuantizedCompressor
 from hf_sparse24.compressors.base import STORABLE_DTYPES, specs_of
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config
 from hf_sparse24.errors import warn
@@ -24,7 +24,7 @@ from hf_sparse24.integration.quantizer import warn_left_dense
 from hf_sparse24.linear import PackedLinear
 from hf_sparse24.modules import LISTED, left_out, listed, match_modules, packed_layers, refusal, tied_names, unused_ignores
 from hf_sparse24.pattern import is_nonzero, structure
-from hf_sparse24.quantization import common_scheme, quantize_weight
+from hf_sparse24.quantization import common_scheme
 
 AUTO = "auto"
 # "auto" packs a weight without a pattern only where that saves at least this share of its bytes.
@@ -281,7 +281,7 @@ def _replace_by_parts(weights: Mapping[str, Weight], compressors: Mapping[str, B
 
 def _count_values(weight: Tensor, compressor: BaseCompressor) -> int:
     """Non-zeros of a weight, after rounding if it is quantised."""
-    return int(is_nonzero(weight if compressor.scheme is None else quantize_weight(weight, None, compressor.scheme)[0]).sum())
+    return int(is_nonzero(compressor.quantize(weight)[0] if isinstance(compressor, BaseQuantizedCompressor) else weight).sum())
 
 
 def _order(model: PreTrainedModel, plan: _Plan, planned: Mapping[str, Weight], original_names: bool) -> list[str]:
@@ -310,7 +310,5 @@ def _config_to_store(plan: _Plan, sparsity: float) -> SparsityConfig:
         config = config_class(targets=sorted(names, key=dot_natural_key), ignore=[])
     stored = config.model_copy(deep=True)
     stored.global_sparsity, stored.run_compressed = round(sparsity, 6), None
-    if stored.quantization is not None:
-        # Readers of quantised checkpoints take what is not ignored to be quantised.
-        stored.ignore = [*stored.ignore, *(name for name in plan.left_dense if name not in stored.ignore)]
+    stored.ignore_dense(plan.left_dense)
     return stored

@@ -10,7 +10,7 @@ Dense loading needs none of this: there, Transformers sees the dense checkpoint 
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -336,29 +336,33 @@ def _check_layer(name: str, layer: PackedLinear) -> None:
 
 def prepare_kernels(layers: Mapping[str, PackedLinear], dtype: torch.dtype) -> None:
     """Do what the layers' first calls, with x of a dtype, would wait for; warn once about layers for which there is no kernel."""
-    by_kind: dict[tuple[str, torch.dtype, bool, torch.device], set[tuple[int, int]]] = {}
+    shapes_of: dict[tuple[Any, ...], set[tuple[int, int]]] = {}
     for layer in layers.values():
-        quantize_x = isinstance(layer, QuantizedLinear) and layer.quantize_x
-        kind = layer.compressor.format, layer.values.dtype, quantize_x, dispatch.with_index(layer.values.device)
-        group = layer.group if isinstance(layer, Sparse24Linear) else None
-        by_kind.setdefault(kind, set()).add((sum(group.rows) if group else layer.out_features, layer.in_features))
-    for (format, values, quantize_x, device), shapes in by_kind.items():
-        if device.type == "meta" or format in dispatch.MARLIN_FORMATS:  # offloaded to disk, or see below
-            continue
-        narrow = values if format == dispatch.QUANTIZED24 else None
-        if reason := dispatch.prepare(format, shapes, dtype if narrow else values, device, values=narrow, quantize_x=quantize_x):
-            logger.warning_once(f"packed layers unpack their weight for every call, because {reason}")
-    forms: dict[tuple[int, bool, bool, torch.device], set[tuple[int, int]]] = {}
-    for layer in layers.values():
+        group = None
         if isinstance(layer, Sparse24Linear):
             layer.prepare()
-        if isinstance(layer, Marlin24Linear) and layer.values.device.type != "meta":
-            form = layer.num_bits, layer.tensors[2].shape[0] > 1, layer.scales_permuted, dispatch.with_index(layer.values.device)
-            forms.setdefault(form, set()).add((layer.out_features, layer.in_features))
-    for (num_bits, grouped, permuted, device), shapes in forms.items():
-        options: dict[str, Any] = {"num_bits": num_bits, "grouped": grouped, "scales_permuted": permuted}
-        if reason := dispatch.prepare_marlin24(shapes, dtype, device, **options):
+            group = layer.group
+        if layer.values.device.type != "meta":  # offloaded to disk
+            shape = sum(group.rows) if group else layer.out_features, layer.in_features
+            shapes_of.setdefault(_preparation(layer, dtype), set()).add(shape)
+    for (prepare, options), shapes in shapes_of.items():
+        if reason := prepare(shapes=shapes, **dict(options)):
             logger.warning_once(f"packed layers unpack their weight for every call, because {reason}")
+
+
+def _preparation(layer: PackedLinear, dtype: torch.dtype) -> tuple[Callable[..., str | None], tuple[tuple[str, Any], ...]]:
+    """What prepares the kernels of a layer, and its arguments beside shapes."""
+    options: dict[str, Any] = {"dtype": dtype, "device": dispatch.with_index(layer.values.device)}
+    if isinstance(layer, Marlin24Linear):
+        grouped = layer.tensors[2].shape[0] > 1
+        options |= {"num_bits": layer.num_bits, "grouped": grouped, "scales_permuted": layer.scales_permuted}
+        return dispatch.prepare_marlin24, tuple(options.items())
+    options["format"] = layer.compressor.format
+    if isinstance(layer, QuantizedLinear):
+        options |= {"values": layer.values.dtype, "quantize_x": layer.quantize_x}
+    else:
+        options["dtype"] = layer.values.dtype
+    return dispatch.prepare, tuple(options.items())
 
 
 def complete_scheme(layers: Mapping[str, PackedLinear], config: SparsityConfig) -> None:

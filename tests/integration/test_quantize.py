@@ -252,6 +252,10 @@ def test_layers_that_are_left_dense_are_ignored_in_the_config(tmp_path):
     assert block["ignore"] == ["lm_head", "model.layers.0.mlp.up_proj"]
     kept = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=KEPT)
     assert len(packed_layers(kept)) == 6 and torch.equal(kept.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
+    model.save_pretrained(tmp_path / "dense")
+    with pytest.warns(UserWarning, match="1 targeted weights are stored dense"):
+        compress_folder(tmp_path / "dense", tmp_path / "folder", Sparse24Config(quantization="w4a16", on_dense="skip"))
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["quantization_config"]["ignore"] == block["ignore"]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import CheckpointError, ModelCompressor, Sparse24Config
+from hf_sparse24 import CheckpointError, ModelCompressor, Sparse24Config, Sparse24Linear
 from hf_sparse24.checkpoint import find_packed, open_checkpoint
-from hf_sparse24.compressors import GptqMarlin24Compressor, Marlin24Compressor
+from hf_sparse24.compressors import GptqMarlin24Compressor, Marlin24Compressor, PackQuantizedCompressor
+from hf_sparse24.compressors.base import specs_of
 from hf_sparse24.config import GUARD, parse_config
+from hf_sparse24.integration.quantizer import prepare_kernels
+from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import PackedLinear
 from hf_sparse24.modules import packed_layers
 from hf_sparse24.quantized_linear import (
@@ -23,7 +26,7 @@ from hf_sparse24.quantized_linear import (
     QuantizedSparseBitmaskLinear,
 )
 from tests.conftest import GOLDEN
-from tests.models import DENSE, KEPT, logits, same_bytes, tensors_of
+from tests.models import DENSE, KEPT, logits, same_bytes, two_of_four
 
 # Folder -> the layer that keeps its weights, how many there are, the largest error against the original (from the writer's own
 # dequantised weights), and whether the checkpoint asks for 8-bit activations.
@@ -89,6 +92,44 @@ def test_opens_as_plain_layers_with_the_dequantised_weights(folder, config):
     for name in changed if error is not None else ():
         difference = (model.state_dict()[name].float() - original[name].float()).abs()
         assert 0 < difference.max() <= error, name
+
+
+def test_kernels_are_prepared_once_for_all_layers_of_a_kind(monkeypatch):
+    calls, bf16, cpu = [], torch.bfloat16, torch.device("cpu")
+    for name in ("prepare", "prepare_marlin24"):
+        monkeypatch.setattr(dispatch, name, lambda name=name, **options: calls.append((name, options)))
+
+    def packed(layer_class, rows, *scheme):
+        linear = nn.Linear(256, rows, dtype=bf16)
+        linear.weight = nn.Parameter(two_of_four(linear.weight.detach()))
+        return layer_class.from_linear(linear, *scheme)
+
+    layers = [packed(Sparse24Linear, 64), packed(Sparse24Linear, 128)]
+    layers += [packed(QuantizedSparse24Linear, rows, "fp8") for rows in (64, 128)] + [packed(QuantizedSparse24Linear, 64, "int8")]
+    layers += [packed(Marlin24Linear, rows, "w4a16") for rows in (64, 128)] + [packed(Marlin24Linear, 64, "w8a16")]
+    layers += [QuantizedSparse24Linear.from_specs(256, 64, False, specs_of(layers[2].parts()), device="meta")]
+    prepare_kernels({str(index): layer for index, layer in enumerate(layers)}, bf16)
+    common, both, one = {"dtype": bf16, "device": cpu}, {(64, 256), (128, 256)}, {(64, 256)}
+    eight = {**common, "format": "quantized sparse-24-bitmask", "quantize_x": True}
+    assert calls == [
+        ("prepare", {**common, "format": "sparse-24-bitmask", "shapes": both}),
+        ("prepare", {**eight, "values": torch.float8_e4m3fn, "shapes": both}),
+        ("prepare", {**eight, "values": torch.int8, "shapes": one}),
+        ("prepare_marlin24", {**common, "num_bits": 4, "grouped": True, "scales_permuted": False, "shapes": both}),
+        ("prepare_marlin24", {**common, "num_bits": 8, "grouped": False, "scales_permuted": False, "shapes": one}),
+    ]
+
+
+def test_packed_integers_are_checked_on_loading_and_not_in_every_call(monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(GOLDEN / "pack-quantized+sparse-24-bitmask", quantization_config=KEPT)
+    expected = logits(model)
+
+    def check(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(PackQuantizedCompressor, "check_values", check)
+    monkeypatch.setattr(PackQuantizedCompressor, "check_parts", check)
+    assert torch.equal(logits(model), expected)
 
 
 def test_lost_int8_weights_are_zero_and_all_others_right():
@@ -193,14 +234,14 @@ def test_rows_that_tensor_parallelism_asks_for_are_those_of_the_whole(folder):
 
 def damaged(source, target, change):
     shutil.copytree(source, target)
-    tensors = tensors_of(source)
-    tensors = {name: value for name, value in load_file(source / "model.safetensors").items()}
+    tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 
 P = "model.layers.0.mlp.down_proj"
+PACK = "pack-quantized+sparse-24-bitmask"
 FP8, INT8, W4 = "float-quantized+sparse-24-bitmask", "int-quantized+sparse-24-bitmask", "marlin-24-w4-g128"
 DAMAGES = {
     "asymmetric": (INT8, lambda t: t.update({f"{P}.weight_zero_point": torch.ones(64, 1, dtype=torch.int8)}), "not zero: asymmetric"),
@@ -210,6 +251,9 @@ DAMAGES = {
     "no-scale": (W4, lambda t: t.pop(f"{P}.scale_packed"), "the part scale_packed is missing"),
     "groups-of-64": (W4, lambda t: t.update({f"{P}.scale_packed": torch.ones(8, 128).half()}), "8 rows for in_features 512"),
     "nan-scale": (W4, lambda t: t[f"{P}.scale_packed"].view(-1)[3:4].fill_(torch.nan), "NaN or infinite"),
+    "nan-scale-8-bits": (FP8, lambda t: t[f"{P}.weight_scale"][3].fill_(torch.nan), "weight_scale holds values that are NaN or infinite"),
+    "infinite-scale-packed": (PACK, lambda t: t[f"{P}.weight_scale"][3].fill_(torch.inf), "weight_scale holds values that are NaN"),
+    "nan-shape": (PACK, lambda t: t.update({f"{P}.weight_shape": torch.tensor([64, torch.nan])}), "weight_shape is torch.float32"),
     "meta": (W4, lambda t: t[f"{P}.meta"].view(-1)[0:1].fill_(0), r"keeps no two columns: row 0, columns 0\.\.3 have 0x0"),
     "packed-size": (W4, lambda t: t.update({f"{P}.weight_packed": torch.zeros(16, 300).int()}), r"weight_packed has shape \(16, 300\)"),
     "scale-beside-16-bits": (FP8, lambda t: t.update({"lm_head.weight_scale": torch.ones(128, 1)}), "lm_head.weight is torch.bfloat16"),

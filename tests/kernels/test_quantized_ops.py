@@ -141,6 +141,21 @@ def test_layers_compile_without_a_break(name):
     assert torch.equal(compiled(x), layer(x))
 
 
+def test_a_call_looks_up_no_tensor_as_an_attribute(layer, monkeypatch):
+    """`nn.Module.__getattr__` costs a microsecond a tensor, where a product takes a few."""
+    looked_up = []
+
+    def getattr_of_module(module, name):
+        looked_up.append(name)
+        return original(module, name)
+
+    original, x = nn.Module.__getattr__, torch.randn(1, 256)
+    monkeypatch.setattr(nn.Module, "__getattr__", getattr_of_module)
+    layer.forward(x)
+    assert looked_up == []
+    assert layer.bias is not None and looked_up == ["bias"]
+
+
 def test_wrong_number_of_features_is_an_error(layer):
     with pytest.raises(RuntimeError):
         layer(torch.randn(3, 255))
