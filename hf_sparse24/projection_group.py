@@ -174,6 +174,8 @@ class ProjectionGroup:
         else:
             version = x._version
         if scope.columns is None:
+            if any(tensor.device != x.device for tensor in self.tensors("compressed")):
+                return None  # layers that are offloaded come to the device one at a time
             scope.x, scope.version, scope.columns = x, version, self._multiply(x)
         if scope.x is not x or scope.version != version:
             return None

@@ -487,6 +487,14 @@ def test_one_layer_moved_apart_is_still_right(products):
     assert products == [24, 40] * 2
 
 
+def test_offloaded_layers_multiply_alone(fused, kept):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(fused, execution_device=torch.device("cpu"))
+    assert fused.model.layers[0].self_attn.q_proj.compressed.is_meta
+    torch.testing.assert_close(logits(fused), logits(kept), rtol=0, atol=0)
+    assert not any(group.apart for group in groups_of(fused))
+
+
 def through_pickle(model):
     return pickle.loads(pickle.dumps(model))
 
