@@ -14,7 +14,7 @@ from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import Sparse24Linear
 from hf_sparse24.projection_group import ProjectionGroup
 
-# Names of children that their parent gives the same input; where there is a "value", the last two also go without the first.
+# Names of children that their parent gives the same input; in cross-attention, only the last two of three.
 PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -84,7 +84,7 @@ def _prepare_kernels(groups: list[ProjectionGroup]) -> None:
     shapes: dict[tuple[torch.dtype, torch.device], set[tuple[int, int]]] = {}
     for group in groups:
         compressed = group.tensors("compressed")[0]
-        shapes.setdefault((compressed.dtype, compressed.device), set()).add((sum(group.rows), group.in_features))
+        shapes.setdefault((compressed.dtype, compressed.device), set()).add((group.out_features, group.in_features))
     for (dtype, device), of_kind in shapes.items():
         dispatch.prepare(dispatch.SPARSE24, of_kind, dtype, device)
 

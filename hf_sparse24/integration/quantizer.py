@@ -340,8 +340,8 @@ def prepare_kernels(layers: Mapping[str, PackedLinear], dtype: torch.dtype) -> N
     for layer in layers.values():
         quantize_x = isinstance(layer, QuantizedLinear) and layer.quantize_x
         kind = layer.compressor.format, layer.values.dtype, quantize_x, dispatch.with_index(layer.values.device)
-        group = layer.group if isinstance(layer, Sparse24Linear) else None
-        by_kind.setdefault(kind, set()).add((sum(group.rows) if group else layer.out_features, layer.in_features))
+        whole = (isinstance(layer, Sparse24Linear) and layer.group) or layer
+        by_kind.setdefault(kind, set()).add((whole.out_features, whole.in_features))
     for (format, values, quantize_x, device), shapes in by_kind.items():
         if device.type == "meta" or format in dispatch.MARLIN_FORMATS:  # offloaded to disk, or see below
             continue
