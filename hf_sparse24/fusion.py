@@ -60,20 +60,21 @@ def fuse_projections(model: nn.Module) -> FusionReport:
         raise ValueError(f"projections of a model that is split over {model._tp_size} devices cannot be fused: load it without tp_plan")
     report = FusionReport()
     for name, parent in model.named_modules():
+        prefix = f"{name}." if name else ""
         for child in MERGED & set(parent._modules):
-            report.left_alone[f"{name}.{child}"] = "the architecture has merged it already"
+            report.left_alone[f"{prefix}{child}"] = "the architecture has merged it already"
         for names in PROJECTIONS:
             if not any(_layer(parent, child) for child in names):
                 continue
             if len(names) == 3 and CROSS_ATTENTION.search(name):
-                report.left_alone[f"{name}.{names[0]}"] = "cross-attention: reads another input than keys and values"
+                report.left_alone[f"{prefix}{names[0]}"] = "cross-attention: reads another input than keys and values"
                 names = names[1:]
             if reason := why_not_fused(parent, names):
-                report.left_alone |= {f"{name}.{child}": reason for child in names if _layer(parent, child)}
+                report.left_alone |= {f"{prefix}{child}": reason for child in names if _layer(parent, child)}
                 continue
             layers = [_layer(parent, child) for child in names]
             if layers[0].group is None:  # type: ignore[union-attr]
-                ProjectionGroup(parent, layers, name).prepare()  # type: ignore[arg-type]
+                ProjectionGroup(parent, layers, name or type(parent).__name__).prepare()  # type: ignore[arg-type]
             report.fused[name] = (*report.fused.get(name, ()), *names)
     _prepare_kernels(groups_of(model))
     return report

@@ -297,6 +297,10 @@ def test_unequal_layers_are_left_alone_and_listed(other, reason):
     assert not groups_of(module)
 
 
+def test_names_of_a_single_module_are_those_of_its_children():
+    assert set(fuse_projections(unlike(up_proj=nn.Linear(32, 40))).left_alone) == {"gate_proj"}
+
+
 def test_tensor_parallel_model_is_refused(kept):
     kept._tp_size = 2
     with pytest.raises(ValueError, match="split over 2 devices"):
