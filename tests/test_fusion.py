@@ -233,6 +233,12 @@ def test_config_says_that_dense_layers_are_not_fused(folder):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=Sparse24Config(run_compressed=False, fuse_projections=True))
 
 
+def test_config_says_that_nothing_was_fused(tmp_path):
+    BUILT["phi3"].build().save_pretrained(tmp_path, sparsity_config=Sparse24Config())
+    with pytest.warns(UserWarning, match="fused nothing: .*qkv_proj: the architecture has merged it already"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=Sparse24Config(run_compressed=True, fuse_projections=True))
+
+
 def test_dequantized_model_is_the_dense_one(fused, folder):
     model = fused.dequantize()
     assert not any(isinstance(module, Sparse24Linear) for module in model.modules())

@@ -108,6 +108,10 @@ class Sparse24HfQuantizer(HfQuantizer):
         mark_as_packed(model, self)
         if self.fuse_projections:
             report = fuse_projections(model)
+            if not report.fused:
+                warn(
+                    f"fuse_projections=True fused nothing: {listed(report.left_alone) or 'no projections with known names are packed 2:4'}"
+                )
             logger.info(f"projections of {len(report.fused)} modules are fused; left alone: {listed(report.left_alone)}")
         prepare_kernels(kept, model.dtype)
         if self.left_dense:
