@@ -43,12 +43,12 @@ class FusionReport:
 
 
 def fuse_projections(model: nn.Module) -> FusionReport:
-    """Let q/k/v and gate/up of packed layers share one packed weight and one product, in place.
+    """Let q/k/v and gate/up of `Sparse24Linear` layers share one packed weight and one product, in place.
 
     Nothing is unpacked; names, parameters and saved files stay what they are.  The group's packed bytes exist twice for a moment.
 
     Args:
-        model: With `Sparse24Linear` layers; PEFT adapters may be around them.
+        model: PEFT adapters may be around its layers.
 
     Returns:
         report: What was fused, and why other projections were not.

@@ -109,9 +109,8 @@ class Sparse24HfQuantizer(HfQuantizer):
         if self.fuse_projections:
             report = fuse_projections(model)
             if not report.fused:
-                warn(
-                    f"fuse_projections=True fused nothing: {listed(report.left_alone) or 'no projections with known names are packed 2:4'}"
-                )
+                reasons = listed(report.left_alone) or "no projections with known names are packed 2:4 without quantisation"
+                warn(f"fuse_projections=True fused nothing: {reasons}")
             logger.info(f"projections of {len(report.fused)} modules are fused; left alone: {listed(report.left_alone)}")
         prepare_kernels(kept, model.dtype)
         if self.left_dense:
