@@ -8,8 +8,12 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
@@ -238,6 +242,18 @@ def test_tensor_parallel_model_is_refused(kept):
     kept._tp_size = 2
     with pytest.raises(ValueError, match="split over 2 devices"):
         fuse_projections(kept)
+
+
+def test_sharded_layers_are_refused(kept):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        layer = kept.model.layers[1].mlp.up_proj
+        local, mesh = layer.compressed.detach(), init_device_mesh("cpu", (2,))
+        layer.compressed = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False), requires_grad=False)
+        with pytest.raises(ValueError, match="gate_proj, up_proj are sharded by tensor parallelism"):
+            fuse_projections(kept)
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- moving and copying ---------------------------------------------------------------------------------------------------
