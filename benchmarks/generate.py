@@ -356,8 +356,7 @@ def weights(model: nn.Module) -> dict[tuple[int, int], bool]:
     for linear in linears(model).values():
         group = getattr(linear, "group", None)
         first = group.layers[0] if group else linear
-        n = sum(group.rows) if group else linear.out_features
-        found[n, linear.in_features] = getattr(first, "metadata", None) is not None
+        found[(group or linear).out_features, linear.in_features] = getattr(first, "metadata", None) is not None
     return found
 
 

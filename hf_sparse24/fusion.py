@@ -14,7 +14,7 @@ from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import Sparse24Linear
 from hf_sparse24.projection_group import ProjectionGroup
 
-# Names of children that their parent gives the same input; where there is a "value", the last two also go without the first.
+# Names of children that their parent gives the same input; in cross-attention, only the last two of three.
 PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -43,12 +43,12 @@ class FusionReport:
 
 
 def fuse_projections(model: nn.Module) -> FusionReport:
-    """Let q/k/v and gate/up of packed layers share one packed weight and one product, in place.
+    """Let q/k/v and gate/up of `Sparse24Linear` layers share one packed weight and one product, in place.
 
     Nothing is unpacked; names, parameters and saved files stay what they are.  The group's packed bytes exist twice for a moment.
 
     Args:
-        model: With `Sparse24Linear` layers; PEFT adapters may be around them.
+        model: PEFT adapters may be around its layers.
 
     Returns:
         report: What was fused, and why other projections were not.
@@ -60,20 +60,21 @@ def fuse_projections(model: nn.Module) -> FusionReport:
         raise ValueError(f"projections of a model that is split over {model._tp_size} devices cannot be fused: load it without tp_plan")
     report = FusionReport()
     for name, parent in model.named_modules():
+        prefix = f"{name}." if name else ""
         for child in MERGED & set(parent._modules):
-            report.left_alone[f"{name}.{child}"] = "the architecture has merged it already"
+            report.left_alone[f"{prefix}{child}"] = "the architecture has merged it already"
         for names in PROJECTIONS:
             if not any(_layer(parent, child) for child in names):
                 continue
             if len(names) == 3 and CROSS_ATTENTION.search(name):
-                report.left_alone[f"{name}.{names[0]}"] = "cross-attention: reads another input than keys and values"
+                report.left_alone[f"{prefix}{names[0]}"] = "cross-attention: reads another input than keys and values"
                 names = names[1:]
             if reason := why_not_fused(parent, names):
-                report.left_alone |= {f"{name}.{child}": reason for child in names if _layer(parent, child)}
+                report.left_alone |= {f"{prefix}{child}": reason for child in names if _layer(parent, child)}
                 continue
             layers = [_layer(parent, child) for child in names]
             if layers[0].group is None:  # type: ignore[union-attr]
-                ProjectionGroup(parent, layers, name).prepare()  # type: ignore[arg-type]
+                ProjectionGroup(parent, layers, name or type(parent).__name__).prepare()  # type: ignore[arg-type]
             report.fused[name] = (*report.fused.get(name, ()), *names)
     _prepare_kernels(groups_of(model))
     return report
@@ -84,7 +85,7 @@ def _prepare_kernels(groups: list[ProjectionGroup]) -> None:
     shapes: dict[tuple[torch.dtype, torch.device], set[tuple[int, int]]] = {}
     for group in groups:
         compressed = group.tensors("compressed")[0]
-        shapes.setdefault((compressed.dtype, compressed.device), set()).add((sum(group.rows), group.in_features))
+        shapes.setdefault((compressed.dtype, compressed.device), set()).add((group.out_features, group.in_features))
     for (dtype, device), of_kind in shapes.items():
         dispatch.prepare(dispatch.SPARSE24, of_kind, dtype, device)
 

@@ -349,6 +349,15 @@ class Sparse24Linear(SparseLinear):
             self.group.share_again()
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        holder = self if self.group is None else self.group.layers[0]
+        before = None if holder._buffers["metadata"] is None or self.bitmask.is_meta else self.bitmask.detach().clone()
+        super()._load_from_state_dict(*args)
+        if before is not None and not torch.equal(before, self.bitmask.to(before.device)):
+            # It tells of other positions.  Not made anew: that would move the values, which CUDA graphs may read.
+            holder._buffers["metadata"] = None
+            logger.warning_once("a packed layer got values in other places: it goes without cuSPARSELt until prepare() is called")
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.group is None or keep_vars or self.compressed.is_meta:

@@ -48,6 +48,7 @@ class ProjectionGroup:
         self.in_features = layers[0].in_features
         self.has_bias = layers[0].bias is not None
         self.rows = [layer.out_features for layer in layers]
+        self.out_features = sum(self.rows)
         self.starts = [sum(self.rows[:i]) for i in range(len(layers))]
         # Set when the parent turns out to give its layers different x.
         self.apart = False
@@ -174,6 +175,8 @@ class ProjectionGroup:
         else:
             version = x._version
         if scope.columns is None:
+            if any(tensor.device != x.device for tensor in self.tensors("compressed")):
+                return None  # layers that are offloaded come to the device one at a time
             scope.x, scope.version, scope.columns = x, version, self._multiply(x)
         if scope.x is not x or scope.version != version:
             return None

@@ -1,10 +1,12 @@
-"""What every test may use: the `gpu` marker, tolerances, the golden checkpoints, a Hub."""
+"""What every test may use: the `gpu` marker, tolerances, the golden checkpoints, a Hub, which weights are multiplied."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from hf_sparse24.kernels import reference
 from tests.hub_server import hub_server
 
 __all__ = ["hub_server"]
@@ -34,3 +36,17 @@ def golden() -> Path:
 def tolerance() -> dict[torch.dtype, dict[str, float]]:
     """`rtol` and `atol` by dtype."""
     return TOLERANCE
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of the packed weights that were multiplied without a GPU, in order."""
+    rows: list[int] = []
+    multiply = reference.linear
+
+    def note(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
+        rows.append(bitmask.shape[0])
+        return multiply(x, compressed, bitmask, bias, in_features)
+
+    monkeypatch.setattr(reference, "linear", note)
+    return rows

@@ -92,6 +92,15 @@ def two_of_four(weight: Tensor) -> Tensor:
     return torch.where(kept, groups, torch.zeros_like(groups)).flatten(-2)
 
 
+def packed_layer(out_features: int = 40, in_features: int = 32, *, dtype: torch.dtype | None = None, bias: bool = True) -> Sparse24Linear:
+    """A random 2:4 layer."""
+    linear = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
+    linear.weight.data = two_of_four(linear.weight)
+    layer = Sparse24Linear.from_linear(linear)
+    assert isinstance(layer, Sparse24Linear)
+    return layer
+
+
 def _llava() -> LlavaConfig:
     vision = CLIPVisionConfig(**ENCODER_SIZES, image_size=16, patch_size=8)
     return LlavaConfig(vision_config=vision, text_config=LlamaConfig(**{**SIZES, "vocab_size": 100}), image_token_index=98)

@@ -108,6 +108,9 @@ class Sparse24HfQuantizer(HfQuantizer):
         mark_as_packed(model, self)
         if self.fuse_projections:
             report = fuse_projections(model)
+            if not report.fused:
+                reasons = listed(report.left_alone) or "no projections with known names are packed 2:4 without quantisation"
+                warn(f"fuse_projections=True fused nothing: {reasons}")
             logger.info(f"projections of {len(report.fused)} modules are fused; left alone: {listed(report.left_alone)}")
         prepare_kernels(kept, model.dtype)
         if self.left_dense:
@@ -338,13 +341,11 @@ def prepare_kernels(layers: Mapping[str, PackedLinear], dtype: torch.dtype) -> N
     """Do what the layers' first calls, with x of a dtype, would wait for; warn once about layers for which there is no kernel."""
     shapes_of: dict[tuple[Any, ...], set[tuple[int, int]]] = {}
     for layer in layers.values():
-        group = None
         if isinstance(layer, Sparse24Linear):
             layer.prepare()
-            group = layer.group
+        whole = (isinstance(layer, Sparse24Linear) and layer.group) or layer
         if layer.values.device.type != "meta":  # offloaded to disk
-            shape = sum(group.rows) if group else layer.out_features, layer.in_features
-            shapes_of.setdefault(_preparation(layer, dtype), set()).add(shape)
+            shapes_of.setdefault(_preparation(layer, dtype), set()).add((whole.out_features, whole.in_features))
     for (prepare, options), shapes in shapes_of.items():
         if reason := prepare(shapes=shapes, **dict(options)):
             logger.warning_once(f"packed layers unpack their weight for every call, because {reason}")

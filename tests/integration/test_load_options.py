@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 from transformers.utils import logging as transformers_logging
 
-from hf_sparse24 import CheckpointError, Sparse24Config, Sparse24Linear
+from hf_sparse24 import CheckpointError, Sparse24Config, Sparse24Linear, fuse_projections
 from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import PackedWeight
 from tests.models import (
@@ -424,6 +424,20 @@ def test_state_dict_goes_into_another_kept_model(kept, wanted, options):
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert torch.equal(logits(other), wanted)
     assert state_bytes(other) == state_bytes(kept)
+
+
+@pytest.mark.parametrize("loaded", ["q_proj", "k_proj"])
+def test_metadata_of_other_positions_does_not_outlive_a_state_dict(kept, loaded):
+    if loaded == "k_proj":
+        fuse_projections(kept)
+    first = kept.model.layers[0].self_attn.q_proj  # holds the metadata of a group
+    first.metadata = torch.zeros(1, dtype=torch.uint8)
+    state = {name: value.clone() for name, value in kept.state_dict().items()}
+    kept.load_state_dict(state)
+    assert first.metadata is not None
+    state[f"model.layers.0.self_attn.{loaded}.bitmask"] ^= 0xFF  # the other two of every four
+    kept.load_state_dict(state)
+    assert first.metadata is None
 
 
 def test_dense_state_dict_does_not_go_into_a_kept_model_silently(kept, dense_folder):
