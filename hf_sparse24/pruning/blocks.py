@@ -215,6 +215,8 @@ class Watcher:
         self._mask = token_mask(batch)
 
     def _add(self, name: str, layer: nn.Module, x: Tensor) -> None:
+        if not x.numel():  # an expert that no token was routed to: it counts as one that did not run
+            return
         if name not in self.leaders:
             self.leaders[name] = next((leader for leader, given in self._given.items() if given is x), name)
         leader = self.leaders[name]

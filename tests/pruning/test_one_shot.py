@@ -281,6 +281,22 @@ def test_layers_that_run_on_some_rows_only_are_pruned_on_those(true_sequential):
     assert list(tokens.values()) == [IDS.numel() // 2] * 2
 
 
+def test_a_layer_that_is_given_no_rows_stays_dense():
+    """As experts are, in code that calls each of them whether or not tokens are routed to it."""
+
+    class WithoutRows(Switch):
+        def forward(self, x):
+            self.experts[2](x[:0])
+            return super().forward(x)
+
+    model = build()
+    model.model.layers[1].mlp = WithoutRows(model.model.layers[1].mlp)
+    with pytest.warns(UserWarning, match="3 layers stay dense: .*no calibration input reached it"):
+        report = prune(model, [IDS], "wanda")
+    assert all(".experts.2." in name for name in report.left_dense) and len(report.left_dense) == 3
+    assert all(layer.tokens for layer in report.layers)
+
+
 def test_after_layer_gets_each_layer_before_anything_runs_on_it():
     model, seen = build(), []
 
