@@ -161,8 +161,8 @@ def _step(model: Any, teacher: Any, optimizer: torch.optim.Optimizer, parts: Seq
     for batch in parts:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
             with torch.no_grad():
-                expected = run_model(teacher, batch, teacher.device)
-            loss = _distance(run_model(model, batch, model.device), expected, batch.get("attention_mask")) / len(parts)
+                expected = run_model(teacher, batch)
+            loss = _distance(run_model(model, batch), expected, batch.get("attention_mask")) / len(parts)
         loss.backward()
         total += loss.item()
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)

@@ -30,7 +30,7 @@ def perplexity(model: Any, windows: Tensor, batch_size: int = 8) -> float:
     total, training = 0.0, model.training
     model.eval()
     for ids in windows.split(batch_size):
-        logits = run_model(model, {"input_ids": ids}, model.device).logits
+        logits = run_model(model, {"input_ids": ids}).logits
         targets = ids[:, 1:].to(logits.device)
         for row, target in zip(logits[:, :-1], targets, strict=True):  # in float32, one window at a time
             total += float(F.cross_entropy(row.float(), target, reduction="sum"))
@@ -53,7 +53,7 @@ def embed(model: Any, batches: Sequence[Batch]) -> Tensor:
     model.eval()
     body = getattr(model, model.base_model_prefix, model)
     for batch in batches:
-        hidden = run_model(body, batch, model.device).last_hidden_state.float()
+        hidden = run_model(body, batch).last_hidden_state.float()
         mask = batch.get("attention_mask", torch.ones(hidden.shape[:2])).to(hidden)[..., None]
         found.append(F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1).cpu())
     model.train(training)

@@ -112,7 +112,7 @@ def prune(
             raise ValueError(f"calibration needs a PreTrainedModel, got a {type(model).__name__}")
         batches = make_batches(calibration, model, tokenizer, num_windows=num_windows, window=window, batch_size=batch_size, seed=seed)
         with full_precision(), _evaluating(model):
-            units, never_run = find_units(model, list(layers), batches[0], model.device)
+            units, never_run = find_units(model, list(layers), batches[0])
             for unit in units:
                 report.layers += pruner.prune_unit(model, unit, batches, true_sequential)
         _report_never_run(report, never_run + pruner.never_run)
@@ -191,7 +191,7 @@ class _Pruner:
 
     def prune_unit(self, model: Any, unit: Unit, batches: list[Batch], true_sequential: bool) -> Iterator[LayerReport]:
         """Its blocks in turn."""
-        chain = start_chain(model, unit, batches, model.device) if unit.is_chain else None
+        chain = start_chain(model, unit, batches) if unit.is_chain else None
         for index, names in logging.tqdm(list(enumerate(unit.layers)), desc=f"Pruning {unit.name}"):
             with _moved(unit.blocks[index] if chain else None, self.device) as device:
                 yield from self._prune_block(_runs(model, chain, index, batches, device), names, true_sequential)
@@ -267,7 +267,7 @@ Runs = list[tuple[Batch, Callable[[], Any]]]
 def _runs(model: Any, chain: Chain | None, index: int, batches: list[Batch], device: torch.device) -> Runs:
     """For each batch, how to run the block."""
     if chain is None:
-        return [(batch, partial(run_model, model, batch, model.device)) for batch in batches]
+        return [(batch, partial(run_model, model, batch)) for batch in batches]
     return [(batch, partial(chain.run, index, number, device)) for number, batch in enumerate(batches)]
 
 

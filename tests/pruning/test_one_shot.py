@@ -109,7 +109,7 @@ def test_blocks_of_most_models_run_alone(name):
     model = build(name)
     layers = [n for n, module in model.named_modules() if type(module) is nn.Linear and n != "lm_head"]
     batch = FAMILIES[name].inputs
-    units, never_run = find_units(model, layers, batch, model.device)
+    units, never_run = find_units(model, layers, batch)
     assert units[0].is_chain and len(units[0].blocks) == 2 and not never_run
     assert sorted(layer for unit in units for block in unit.layers for layer in block) == sorted(layers)
 
