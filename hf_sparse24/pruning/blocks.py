@@ -42,6 +42,17 @@ def run_model(model: Any, batch: Batch) -> Any:
     return model(**{name: value.to(model.device) for name, value in batch.items()}, **extra)
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout for as long."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 # ---- what a model is made of ---------------------------------------------------------------------------------------------
 
 

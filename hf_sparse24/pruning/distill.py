@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from hf_sparse24.pruning.blocks import run_model
+from hf_sparse24.pruning.blocks import evaluating, run_model
 from hf_sparse24.pruning.calibration import WINDOW, Batch, make_batches
 from hf_sparse24.pruning.masks import keep_masks
 
@@ -77,16 +77,14 @@ def distill(
     if not (minutes or steps):
         raise ValueError("distill needs minutes or steps")
     batches = make_batches(data, model, tokenizer, num_windows=1 << 40, window=window, batch_size=micro_batch_size, seed=seed)
-    was_training, dtypes = model.training, {name: parameter.dtype for name, parameter in model.named_parameters()}
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     _cast(model, dict.fromkeys(dtypes, torch.float32))
-    model.eval()  # without dropout, which the teacher has not either
-    teacher.eval()
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=learning_rate, betas=BETAS, weight_decay=weight_decay
     )
     report, started = DistillReport(), time.perf_counter()
     bar = logging.tqdm(total=steps, desc="Distilling")
-    with keep_masks(model):
+    with keep_masks(model), evaluating(model), evaluating(teacher):
         for parts in _draws(batches, max(1, batch_size // micro_batch_size), seed):
             progress = max(report.steps / steps if steps else 0.0, report.seconds / (60 * minutes) if minutes else 0.0)
             if progress >= 1:
@@ -99,7 +97,6 @@ def distill(
             bar.update()
     bar.close()
     model.zero_grad(set_to_none=True)
-    model.train(was_training)
     _cast(model, dtypes)
     return report
 
@@ -128,7 +125,7 @@ def sample_windows(
     if first is None:
         raise ValueError("the model has no bos_token_id to start with: give start=")
     written = []
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    with evaluating(model), torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         for size in [batch_size] * (num_windows // batch_size) + [num_windows % batch_size] * bool(num_windows % batch_size):
             ids = torch.full((size, 1), first, device=model.device)

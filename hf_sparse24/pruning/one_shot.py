@@ -20,7 +20,7 @@ from hf_sparse24.modules import listed, match_modules, tied_names
 from hf_sparse24.pattern import is_nonzero
 from hf_sparse24.pruning import methods
 from hf_sparse24.pruning.alps import alps
-from hf_sparse24.pruning.blocks import Chain, Unit, Watcher, find_units, run_model, start_chain
+from hf_sparse24.pruning.blocks import Chain, Unit, Watcher, evaluating, find_units, run_model, start_chain
 from hf_sparse24.pruning.calibration import BATCH_SIZE, NUM_WINDOWS, WINDOW, Batch, make_batches
 from hf_sparse24.pruning.hessian import full_precision, squared_error
 from hf_sparse24.pruning.masks import store_mask
@@ -111,7 +111,7 @@ def prune(
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"calibration needs a PreTrainedModel, got a {type(model).__name__}")
         batches = make_batches(calibration, model, tokenizer, num_windows=num_windows, window=window, batch_size=batch_size, seed=seed)
-        with full_precision(), _evaluating(model):
+        with full_precision(), evaluating(model):
             units, never_run = find_units(model, list(layers), batches[0])
             for unit in units:
                 report.layers += pruner.prune_unit(model, unit, batches, true_sequential)
@@ -285,17 +285,6 @@ def _moved(block: nn.Module | None, device: torch.device | None) -> Iterator[tor
     finally:
         if device and device != home:
             block.to(home)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def _report_never_run(report: PruneReport, names: list[str]) -> None:
