@@ -5,7 +5,8 @@ One-shot pruning breaks small models; minutes of this repair most of it, on text
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -77,14 +78,10 @@ def distill(
     if not (minutes or steps):
         raise ValueError("distill needs minutes or steps")
     batches = make_batches(data, model, tokenizer, num_windows=1 << 40, window=window, batch_size=micro_batch_size, seed=seed)
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    _cast(model, dict.fromkeys(dtypes, torch.float32))
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=learning_rate, betas=BETAS, weight_decay=weight_decay
-    )
     report, started = DistillReport(), time.perf_counter()
-    bar = logging.tqdm(total=steps, desc="Distilling")
-    with keep_masks(model), evaluating(model), evaluating(teacher):
+    with _in_float32(model), keep_masks(model), evaluating(model), evaluating(teacher), logging.tqdm(total=steps, desc="Distilling") as bar:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=BETAS, weight_decay=weight_decay)
         for parts in _draws(batches, max(1, batch_size // micro_batch_size), seed):
             progress = max(report.steps / steps if steps else 0.0, report.seconds / (60 * minutes) if minutes else 0.0)
             if progress >= 1:
@@ -95,9 +92,6 @@ def distill(
             report.steps += 1
             report.seconds = round(time.perf_counter() - started, 3)
             bar.update()
-    bar.close()
-    model.zero_grad(set_to_none=True)
-    _cast(model, dtypes)
     return report
 
 
@@ -186,7 +180,15 @@ def _cosine(progress: float) -> float:
     return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Parameters only: rotary buffers stay in float32."""
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtypes[name])
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Parameters only: rotary buffers stay as they are.  Afterwards each has its dtype again, and no gradient."""
+    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
+    try:
+        for parameter, _ in dtypes:
+            parameter.data = parameter.data.float()
+        yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        for parameter, dtype in dtypes:
+            parameter.data = parameter.data.to(dtype)

@@ -93,6 +93,13 @@ def test_it_needs_an_end(pair):
         distill(*pair, IDS)
 
 
+def test_what_is_refused_keeps_its_dtype():
+    model = build().to(torch.bfloat16)
+    with pytest.raises(ValueError, match="no masks and no 2:4 weights"):
+        run(model, build())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 def test_a_model_writes_windows():
     dense = build()
     windows = sample_windows(dense, 5, 12, start=3, batch_size=2, seed=1)
