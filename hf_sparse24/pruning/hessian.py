@@ -63,7 +63,9 @@ def factor_inverse(hessian: Tensor, damp: float) -> Factor:
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
     """H + damping I."""
-    return hessian + damping * torch.eye(len(hessian), device=hessian.device)
+    matrix = hessian.clone()
+    matrix.diagonal().add_(damping)
+    return matrix
 
 
 def squared_error(weight: Tensor, pruned: Tensor, hessian: Tensor | None) -> float:

@@ -39,7 +39,6 @@ METHODS: dict[str, methods.Method] = {
 DEFAULT, WITHOUT_DATA = "alps", "magnitude"
 # These change the weights that stay, and fit them to a sample that has too few tokens for the width.
 ADAPTING, FEW_TOKENS = ("sparsegpt", "obs", "alps"), 8
-REFINE_STEPS = 10
 AfterLayer = Callable[[str, nn.Module, Tensor | None], None]
 
 
@@ -257,7 +256,7 @@ class _Pruner:
             raise ValueError("its weight holds NaN or infinity")
         pruned = METHODS[how](dense, hessian, self.sparsity, self.damp)
         if self.is_refined and how != "alps":
-            pruned = methods.refine(dense, pruned, hessian, self.damp, REFINE_STEPS)
+            pruned = methods.refine(dense, pruned, hessian, self.damp, methods.REFINE_STEPS)
         return pruned
 
 
