@@ -166,8 +166,9 @@ def _choose_methods(model: nn.Module, names: list[str], method: str | Mapping[st
     if unknown := [name for name in given.values() if name not in METHODS]:
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {unknown[0]!r}")
     chosen: dict[str, str] = {}
+    classes = _classes(model)
     for entry, how in given.items():
-        for name in match_modules(_classes(model), Sparse24Config(targets=[entry], ignore=[])):
+        for name in match_modules(classes, Sparse24Config(targets=[entry], ignore=[])):
             chosen.setdefault(name, how)
     if missing := [name for name in names if name not in chosen]:
         raise ValueError(f"no method is given for {missing[0]} and {len(missing) - 1} more; add 're:.*' as the last entry, or ignore them")
