@@ -1,6 +1,6 @@
 """Distillation: a pruned model learns, with its masks kept, to predict what the dense model predicts.
 
-One-shot pruning breaks small models; minutes of this repair most of it, on text like the one it sees.
+One-shot pruning costs small models much; this is meant to give some of it back, on text like the one it sees.
 """
 
 import math
