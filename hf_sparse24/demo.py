@@ -103,12 +103,11 @@ def _run(source: str, folder: Path, prompt: str, max_new_tokens: int, steps: "St
     texts = {"original": talk(model)}
     steps.done("talk", "it answered")
     dense, pages = copy.deepcopy(model), list(pydoc_data.topics.topics.values())
-    longest = getattr(model.config, "max_position_embeddings", WINDOW)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*fewer than 8 tokens", UserWarning)  # said at the end
-        pruned = prune(model, pages, METHOD, tokenizer=tokenizer, num_windows=NUM_WINDOWS, window=min(WINDOW, longest))
+        pruned = prune(model, pages, METHOD, tokenizer=tokenizer, num_windows=NUM_WINDOWS, window=WINDOW)
     steps.done("prune", f"pruned {len(pruned.layers)} linear layers to 2:4 by {METHOD}: {pruned.dropped / 1e6:.1f} M weights are now zero")
-    options = {"batch_size": BATCH, "micro_batch_size": BATCH, "window": min(TRAINING_WINDOW, longest), "warmup": 1}
+    options = {"batch_size": BATCH, "micro_batch_size": BATCH, "window": TRAINING_WINDOW, "warmup": 1}
     distill(model, dense, pages, tokenizer=tokenizer, steps=STEPS, learning_rate=2e-4, **options)
     steps.done("distill", f"trained {STEPS} steps towards the dense model, with the mask kept")
 

@@ -97,6 +97,8 @@ def _summary(report: Any, result: dict[str, Any]) -> str:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
+    import torch
+
     from hf_sparse24.pruning import agreement, embed, make_batches, perplexity
     from hf_sparse24.pruning.calibration import is_causal
 
@@ -106,15 +108,10 @@ def _eval(arguments: argparse.Namespace) -> int:
     dense = None if arguments.against is None else _open(arguments.against, arguments.device)[0]
     result: dict[str, Any]
     if is_causal(model):
-        result = {
-            "windows": sum(len(batch["input_ids"]) for batch in batches),
-            "tokens": sum(batch["input_ids"].numel() for batch in batches),
-        }
-        for name, subject in (("perplexity", model), ("dense_perplexity", dense)):
-            if subject is not None:
-                import torch
-
-                result[name] = perplexity(subject, torch.cat([batch["input_ids"] for batch in batches]))
+        windows = torch.cat([batch["input_ids"] for batch in batches])
+        result = {"windows": len(windows), "tokens": windows.numel(), "perplexity": perplexity(model, windows)}
+        if dense is not None:
+            result["dense_perplexity"] = perplexity(dense, windows)
     elif dense is None:
         raise ValueError("an encoder is compared with the dense model: give --against MODEL")
     else:
@@ -129,7 +126,7 @@ def _show(value: float) -> str:
 
 
 def _open(source: str, device: str | None = None) -> tuple[Any, Any]:
-    """A model of the class that its config names, dense, and its tokenizer."""
+    """A model of the class that its config names, and its tokenizer."""
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 

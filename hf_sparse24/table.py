@@ -7,7 +7,8 @@ def render_columns(header: Sequence[str], rows: Iterable[Sequence[str]], numeric
     """Aligned columns; those named in `numeric` to the right."""
     table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    right = [name in set(numeric) for name in header]
+    to_the_right = set(numeric)
+    right = [name in to_the_right for name in header]
     lines = [
         "  ".join(cell.rjust(width) if is_right else cell.ljust(width) for cell, width, is_right in zip(row, widths, right, strict=True))
         for row in table

@@ -1,4 +1,4 @@
-"""Making a dense model 2:4, and keeping it so through training.  Nothing else in the package changes a weight."""
+"""Making a dense model 2:4, and keeping it so through training.  Nothing else in the package prunes one."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -7,16 +7,14 @@ With W scaled by s = sqrt(diag H), A = H / (s s^T), the dense weight B0 and a co
 rho starts low, where B is free and D may change its mind, and grows until D stands still.  Conjugate gradient finishes on D's mask.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from hf_sparse24.pruning.hessian import damped
-from hf_sparse24.pruning.methods import Pruned, refine
+from hf_sparse24.pruning.methods import REFINE_STEPS, Pruned, refine
 from hf_sparse24.pruning.sparsity import Sparsity
 
-MAX_STEPS, CHECK_EVERY, REFINE_STEPS = 300, 3, 10
+MAX_STEPS, CHECK_EVERY = 300, 3
 # Share of kept positions that changed since the last look -> growth of rho.
 GROWTH = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))
 START_RHO, SETTLED_AFTER, SETTLED = 0.1, 30, 3e-4
@@ -30,8 +28,7 @@ def alps(weight: Tensor, hessian: Tensor, sparsity: Sparsity, damp: float) -> Pr
     if not bool((scale > 0).all()):
         raise ValueError("all its inputs are 0; calibrate with other texts, or ignore the layer")
     mask, sparse = _search(weight * scale, matrix / torch.outer(scale, scale), sparsity)
-    start = Pruned(sparse / scale, mask, damping)
-    return replace(refine(weight, start, hessian, damp, REFINE_STEPS), damping=damping)
+    return refine(weight, Pruned(sparse / scale, mask, damping), hessian, damp, REFINE_STEPS)
 
 
 def _search(dense: Tensor, matrix: Tensor, sparsity: Sparsity) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ arguments for the others) run with the whole model each time, which is slower an
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,31 +24,45 @@ class _Stop(Exception):
 
 @dataclass
 class Unit:
-    """Blocks, each with the names of the layers to prune in it.  `blocks` is empty where the layers stand alone."""
+    """Blocks, each with the names of the layers to prune in it.  `blocks` is empty where the layers stand alone.
+
+    `is_chain`: they can run alone.  `returns_tensor`: they return their hidden states, not a tuple that begins with them.
+    """
 
     name: str
     blocks: list[nn.Module] = field(default_factory=list)
     layers: list[list[str]] = field(default_factory=list)
     is_chain: bool = False
+    returns_tensor: bool = False
 
 
-def run_model(model: Any, batch: Batch, device: torch.device | str) -> Any:
-    """A forward pass of the whole model, without a cache."""
+def run_model(model: Any, batch: Batch) -> Any:
+    """A forward pass of the whole model, where it is, without a cache."""
     extra = {"use_cache": False} if model.can_generate() else {}
-    return model(**{name: value.to(device) for name, value in batch.items()}, **extra)
+    return model(**{name: value.to(model.device) for name, value in batch.items()}, **extra)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout for as long."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 # ---- what a model is made of ---------------------------------------------------------------------------------------------
 
 
-def find_units(model: nn.Module, names: Sequence[str], batch: Batch, device: torch.device) -> tuple[list[Unit], list[str]]:
+def find_units(model: nn.Module, names: Sequence[str], batch: Batch) -> tuple[list[Unit], list[str]]:
     """Divide a model's layers into units, in the order in which they run.
 
     Args:
         model: Which is run once, on one row of batch.
         names: The layers to prune.
         batch: What to run it on.
-        device: Where the model is.
 
     Returns:
         The units, and the names of layers that did not run.  Inside a block they may run yet, on other rows.
@@ -67,7 +81,7 @@ def find_units(model: nn.Module, names: Sequence[str], batch: Batch, device: tor
             stack.callback(modules[name].register_forward_pre_hook(lambda *_, name=name: order.append(name)).remove)
         for block in blocks:
             stack.callback(block.register_forward_hook(note, with_kwargs=True).remove)
-        run_model(model, {name: value[:1] for name, value in batch.items()}, device)
+        run_model(model, {name: value[:1] for name, value in batch.items()})
     order = list(dict.fromkeys(order))
     units: dict[str, Unit] = {}
     for name in order:
@@ -78,7 +92,8 @@ def find_units(model: nn.Module, names: Sequence[str], batch: Batch, device: tor
             blocks_of_list = list(modules[found])
             inside = [n for n in [*order, *sorted(set(names) - set(order))] if lists[n] == found]
             layers = [[n for n in inside if n.startswith(f"{found}.{index}.")] for index in range(len(blocks_of_list))]
-            units[found] = Unit(found, blocks_of_list, layers, _is_chain([seen.get(block) for block in blocks_of_list]))
+            calls = [seen.get(block) for block in blocks_of_list]
+            units[found] = Unit(found, blocks_of_list, layers, _is_chain(calls), calls[0] is not None and isinstance(calls[0][2], Tensor))
     placed = {name for unit in units.values() for layers in unit.layers for name in layers}
     return list(units.values()), [name for name in names if name not in placed]
 
@@ -142,10 +157,9 @@ class Chain:
             self.hidden[batch] = self.run(index, batch, device).to(hidden.device)
 
 
-def start_chain(model: Any, unit: Unit, batches: Sequence[Batch], device: torch.device) -> Chain:
+def start_chain(model: Any, unit: Unit, batches: Sequence[Batch]) -> Chain:
     """Run the model up to the unit; the blocks of the unit only note what they are called with."""
     chain = Chain(unit.blocks, [], [])
-    is_tensor = _returns_tensor(model, unit.blocks[0], batches[0], device)
 
     def noting(block: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +170,7 @@ def start_chain(model: Any, unit: Unit, batches: Sequence[Batch], device: torch.
             chain.calls[-1].append((args[1:], kwargs if args else {**kwargs, "hidden_states": None}))
             if block is unit.blocks[-1]:
                 raise _Stop
-            return hidden if is_tensor else (hidden,)
+            return hidden if unit.returns_tensor else (hidden,)
 
         return forward
 
@@ -165,25 +179,9 @@ def start_chain(model: Any, unit: Unit, batches: Sequence[Batch], device: torch.
             block.forward = noting(block)
             stack.callback(delattr, block, "forward")
         for batch in batches:
-            _run_until_stopped(model, batch, device)
+            with suppress(_Stop):
+                run_model(model, batch)
     return chain
-
-
-def _returns_tensor(model: nn.Module, block: nn.Module, batch: Batch, device: torch.device) -> bool:
-    found: list[bool] = []
-    hook = block.register_forward_hook(lambda block, args, output: found.append(isinstance(output, Tensor)))
-    try:
-        run_model(model, {name: value[:1] for name, value in batch.items()}, device)
-    finally:
-        hook.remove()
-    return found[0]
-
-
-def _run_until_stopped(model: nn.Module, batch: Batch, device: torch.device) -> None:
-    try:
-        run_model(model, batch, device)
-    except _Stop:
-        return
 
 
 # ---- watching layers -----------------------------------------------------------------------------------------------------
@@ -215,6 +213,8 @@ class Watcher:
         self._mask = token_mask(batch)
 
     def _add(self, name: str, layer: nn.Module, x: Tensor) -> None:
+        if not x.numel():  # an expert that no token was routed to: it counts as one that did not run
+            return
         if name not in self.leaders:
             self.leaders[name] = next((leader for leader, given in self._given.items() if given is x), name)
         leader = self.leaders[name]
@@ -224,10 +224,6 @@ class Watcher:
         self._given[name] = x
         total = self.sums.setdefault(name, InputSum(self._in_features(layer), self._device))
         total.add(_counted(x, self._mask))
-
-    def sum_of(self, name: str) -> InputSum:
-        """Of a layer's inputs, for all batches."""
-        return self.sums[self.leaders[name]]
 
     def groups(self, names: Sequence[str]) -> list[list[str]]:
         """Layers with one input, in the order given; those that did not run are left out."""

@@ -33,7 +33,8 @@ def make_batches(
             of tensors that the model takes as they are.
         model: Decides between packed windows and padded rows, and how long they may be.
         tokenizer: For texts.
-        num_windows: At most so many windows, or texts of an encoder; drawn at random where there are more.
+        num_windows: At most so many windows of texts, or texts of an encoder; drawn at random where there are more.  Of token
+            ids all are taken.
         window: Tokens in a window; the longest that a text of an encoder may be.
         batch_size: Windows in a batch.
         seed: Of the draw.
@@ -50,7 +51,7 @@ def make_batches(
     if isinstance(first, Mapping) and "text" in first:
         rows, first = (row["text"] for row in rows), first["text"]
     if not isinstance(first, str):
-        return _token_batches(rows, num_windows, batch_size)
+        return _token_batches(rows, batch_size)
     if tokenizer is None:
         raise ValueError("calibration texts need a tokenizer: prune(model, texts, tokenizer=...), or give token batches")
     window = min(window, _longest(model))
@@ -107,7 +108,7 @@ def _rows(calibration: Any) -> Any:
     return iter([calibration] if isinstance(calibration, Mapping) else calibration)
 
 
-def _token_batches(rows: Iterable[Any], num_windows: int, batch_size: int) -> list[Batch]:
+def _token_batches(rows: Iterable[Any], batch_size: int) -> list[Batch]:
     batches: list[Batch] = []
     for row in rows:
         if isinstance(row, Mapping):

@@ -15,7 +15,8 @@ class KeepMasks(TrainerCallback):
         self.keeper: MaskKeeper | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start."""
+        """Start; what a run that failed has left is ended first."""
+        self._remove()
         self.keeper = keep_masks(kwargs["model"])
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -25,5 +26,8 @@ class KeepMasks(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop."""
+        self._remove()
+
+    def _remove(self) -> None:
         if self.keeper:
             self.keeper.remove()

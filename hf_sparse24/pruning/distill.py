@@ -1,11 +1,12 @@
 """Distillation: a pruned model learns, with its masks kept, to predict what the dense model predicts.
 
-One-shot pruning breaks small models; minutes of this repair most of it, on text like the one it sees.
+One-shot pruning costs small models much; this is meant to give some of it back, on text like the one it sees.
 """
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from hf_sparse24.pruning.blocks import run_model
+from hf_sparse24.pruning.blocks import evaluating, run_model
 from hf_sparse24.pruning.calibration import WINDOW, Batch, make_batches
 from hf_sparse24.pruning.masks import keep_masks
 
@@ -77,16 +78,10 @@ def distill(
     if not (minutes or steps):
         raise ValueError("distill needs minutes or steps")
     batches = make_batches(data, model, tokenizer, num_windows=1 << 40, window=window, batch_size=micro_batch_size, seed=seed)
-    was_training, dtypes = model.training, {name: parameter.dtype for name, parameter in model.named_parameters()}
-    _cast(model, dict.fromkeys(dtypes, torch.float32))
-    model.eval()  # without dropout, which the teacher has not either
-    teacher.eval()
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=learning_rate, betas=BETAS, weight_decay=weight_decay
-    )
     report, started = DistillReport(), time.perf_counter()
-    bar = logging.tqdm(total=steps, desc="Distilling")
-    with keep_masks(model):
+    with _in_float32(model), keep_masks(model), evaluating(model), evaluating(teacher), logging.tqdm(total=steps, desc="Distilling") as bar:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=learning_rate, betas=BETAS, weight_decay=weight_decay)
         for parts in _draws(batches, max(1, batch_size // micro_batch_size), seed):
             progress = max(report.steps / steps if steps else 0.0, report.seconds / (60 * minutes) if minutes else 0.0)
             if progress >= 1:
@@ -97,10 +92,6 @@ def distill(
             report.steps += 1
             report.seconds = round(time.perf_counter() - started, 3)
             bar.update()
-    bar.close()
-    model.zero_grad(set_to_none=True)
-    model.train(was_training)
-    _cast(model, dtypes)
     return report
 
 
@@ -128,7 +119,7 @@ def sample_windows(
     if first is None:
         raise ValueError("the model has no bos_token_id to start with: give start=")
     written = []
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    with evaluating(model), torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         for size in [batch_size] * (num_windows // batch_size) + [num_windows % batch_size] * bool(num_windows % batch_size):
             ids = torch.full((size, 1), first, device=model.device)
@@ -161,8 +152,8 @@ def _step(model: Any, teacher: Any, optimizer: torch.optim.Optimizer, parts: Seq
     for batch in parts:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
             with torch.no_grad():
-                expected = run_model(teacher, batch, teacher.device)
-            loss = _distance(run_model(model, batch, model.device), expected, batch.get("attention_mask")) / len(parts)
+                expected = run_model(teacher, batch)
+            loss = _distance(run_model(model, batch), expected, batch.get("attention_mask")) / len(parts)
         loss.backward()
         total += loss.item()
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -189,7 +180,15 @@ def _cosine(progress: float) -> float:
     return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def _cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Parameters only: rotary buffers stay in float32."""
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtypes[name])
+@contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Parameters only: rotary buffers stay as they are.  Afterwards each has its dtype again, and no gradient."""
+    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
+    try:
+        for parameter, _ in dtypes:
+            parameter.data = parameter.data.float()
+        yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        for parameter, dtype in dtypes:
+            parameter.data = parameter.data.to(dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_sparse24.pruning.blocks import run_model
+from hf_sparse24.pruning.blocks import evaluating, run_model
 from hf_sparse24.pruning.calibration import Batch
 
 
@@ -27,14 +27,13 @@ def perplexity(model: Any, windows: Tensor, batch_size: int = 8) -> float:
     """
     if windows.ndim != 2 or windows.shape[1] < 2 or not len(windows):
         raise ValueError(f"perplexity needs windows of two tokens or more, got shape {tuple(windows.shape)}")
-    total, training = 0.0, model.training
-    model.eval()
-    for ids in windows.split(batch_size):
-        logits = run_model(model, {"input_ids": ids}, model.device).logits
-        targets = ids[:, 1:].to(logits.device)
-        for row, target in zip(logits[:, :-1], targets, strict=True):  # in float32, one window at a time
-            total += float(F.cross_entropy(row.float(), target, reduction="sum"))
-    model.train(training)
+    total = 0.0
+    with evaluating(model):
+        for ids in windows.split(batch_size):
+            logits = run_model(model, {"input_ids": ids}).logits
+            targets = ids[:, 1:].to(logits.device)
+            for row, target in zip(logits[:, :-1], targets, strict=True):  # in float32, one window at a time
+                total += float(F.cross_entropy(row.float(), target, reduction="sum"))
     return math.exp(total / (len(windows) * (windows.shape[1] - 1)))
 
 
@@ -49,14 +48,12 @@ def embed(model: Any, batches: Sequence[Batch]) -> Tensor:
     Returns:
         (texts, hidden), float32, each of length 1.
     """
-    training, found = model.training, []
-    model.eval()
-    body = getattr(model, model.base_model_prefix, model)
-    for batch in batches:
-        hidden = run_model(body, batch, model.device).last_hidden_state.float()
-        mask = batch.get("attention_mask", torch.ones(hidden.shape[:2])).to(hidden)[..., None]
-        found.append(F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1).cpu())
-    model.train(training)
+    found = []
+    with evaluating(model):
+        for batch in batches:
+            hidden = run_model(model.base_model, batch).last_hidden_state.float()
+            mask = batch.get("attention_mask", torch.ones(hidden.shape[:2])).to(hidden)[..., None]
+            found.append(F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1).cpu())
     return torch.cat(found)
 
 

@@ -63,7 +63,9 @@ def factor_inverse(hessian: Tensor, damp: float) -> Factor:
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
     """H + damping I."""
-    return hessian + damping * torch.eye(len(hessian), device=hessian.device)
+    matrix = hessian.clone()
+    matrix.diagonal().add_(damping)
+    return matrix
 
 
 def squared_error(weight: Tensor, pruned: Tensor, hessian: Tensor | None) -> float:
@@ -76,7 +78,8 @@ def squared_error(weight: Tensor, pruned: Tensor, hessian: Tensor | None) -> flo
     """
     difference = weight - pruned
     lost, whole = (float(((w if hessian is None else w @ hessian) * w).sum()) for w in (difference, weight))
-    return max(0.0, lost) / whole if whole > 0 else 0.0
+    # In this order NaN stays NaN: a weight or an input that holds one has no error to report.
+    return 0.0 if whole <= 0 else max(lost, 0.0) / whole
 
 
 @contextmanager

@@ -13,12 +13,14 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from hf_sparse24.pruning.hessian import Factor, factor_inverse
+from hf_sparse24.pruning.hessian import Factor, damped, factor_inverse
 from hf_sparse24.pruning.sparsity import Sparsity
 
 # Columns that are updated together before the update reaches those to their right.
 BLOCK = 128
 RIA_POWER = 0.5
+# Of conjugate gradient, where it follows a method.
+REFINE_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,7 @@ def refine(weight: Tensor, pruned: Pruned, hessian: Tensor, damp: float, steps: 
         steps: Each is a product of the weight's shape with H.
     """
     damping = damp * float(hessian.diagonal().mean())
-    matrix = hessian.clone()
-    matrix.diagonal().add_(damping)
+    matrix = damped(hessian, damping)
     scale, x = matrix.diagonal().clamp(min=1e-30), pruned.weight.clone()
     residual = ((weight - x) @ matrix) * pruned.mask
     direction = preconditioned = residual / scale

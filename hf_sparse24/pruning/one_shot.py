@@ -20,7 +20,7 @@ from hf_sparse24.modules import listed, match_modules, tied_names
 from hf_sparse24.pattern import is_nonzero
 from hf_sparse24.pruning import methods
 from hf_sparse24.pruning.alps import alps
-from hf_sparse24.pruning.blocks import Chain, Unit, Watcher, find_units, run_model, start_chain
+from hf_sparse24.pruning.blocks import Chain, Unit, Watcher, evaluating, find_units, run_model, start_chain
 from hf_sparse24.pruning.calibration import BATCH_SIZE, NUM_WINDOWS, WINDOW, Batch, make_batches
 from hf_sparse24.pruning.hessian import full_precision, squared_error
 from hf_sparse24.pruning.masks import store_mask
@@ -39,7 +39,6 @@ METHODS: dict[str, methods.Method] = {
 DEFAULT, WITHOUT_DATA = "alps", "magnitude"
 # These change the weights that stay, and fit them to a sample that has too few tokens for the width.
 ADAPTING, FEW_TOKENS = ("sparsegpt", "obs", "alps"), 8
-REFINE_STEPS = 10
 AfterLayer = Callable[[str, nn.Module, Tensor | None], None]
 
 
@@ -111,8 +110,8 @@ def prune(
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"calibration needs a PreTrainedModel, got a {type(model).__name__}")
         batches = make_batches(calibration, model, tokenizer, num_windows=num_windows, window=window, batch_size=batch_size, seed=seed)
-        with full_precision(), _evaluating(model):
-            units, never_run = find_units(model, list(layers), batches[0], model.device)
+        with full_precision(), evaluating(model):
+            units, never_run = find_units(model, list(layers), batches[0])
             for unit in units:
                 report.layers += pruner.prune_unit(model, unit, batches, true_sequential)
         _report_never_run(report, never_run + pruner.never_run)
@@ -167,8 +166,9 @@ def _choose_methods(model: nn.Module, names: list[str], method: str | Mapping[st
     if unknown := [name for name in given.values() if name not in METHODS]:
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {unknown[0]!r}")
     chosen: dict[str, str] = {}
+    classes = _classes(model)
     for entry, how in given.items():
-        for name in match_modules(_classes(model), Sparse24Config(targets=[entry], ignore=[])):
+        for name in match_modules(classes, Sparse24Config(targets=[entry], ignore=[])):
             chosen.setdefault(name, how)
     if missing := [name for name in names if name not in chosen]:
         raise ValueError(f"no method is given for {missing[0]} and {len(missing) - 1} more; add 're:.*' as the last entry, or ignore them")
@@ -191,7 +191,7 @@ class _Pruner:
 
     def prune_unit(self, model: Any, unit: Unit, batches: list[Batch], true_sequential: bool) -> Iterator[LayerReport]:
         """Its blocks in turn."""
-        chain = start_chain(model, unit, batches, model.device) if unit.is_chain else None
+        chain = start_chain(model, unit, batches) if unit.is_chain else None
         for index, names in logging.tqdm(list(enumerate(unit.layers)), desc=f"Pruning {unit.name}"):
             with _moved(unit.blocks[index] if chain else None, self.device) as device:
                 yield from self._prune_block(_runs(model, chain, index, batches, device), names, true_sequential)
@@ -257,7 +257,7 @@ class _Pruner:
             raise ValueError("its weight holds NaN or infinity")
         pruned = METHODS[how](dense, hessian, self.sparsity, self.damp)
         if self.is_refined and how != "alps":
-            pruned = methods.refine(dense, pruned, hessian, self.damp, REFINE_STEPS)
+            pruned = methods.refine(dense, pruned, hessian, self.damp, methods.REFINE_STEPS)
         return pruned
 
 
@@ -267,7 +267,7 @@ Runs = list[tuple[Batch, Callable[[], Any]]]
 def _runs(model: Any, chain: Chain | None, index: int, batches: list[Batch], device: torch.device) -> Runs:
     """For each batch, how to run the block."""
     if chain is None:
-        return [(batch, partial(run_model, model, batch, model.device)) for batch in batches]
+        return [(batch, partial(run_model, model, batch)) for batch in batches]
     return [(batch, partial(chain.run, index, number, device)) for number, batch in enumerate(batches)]
 
 
@@ -285,17 +285,6 @@ def _moved(block: nn.Module | None, device: torch.device | None) -> Iterator[tor
     finally:
         if device and device != home:
             block.to(home)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def _report_never_run(report: PruneReport, names: list[str]) -> None:

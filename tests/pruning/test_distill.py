@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_sparse24 import distill, prune
 from hf_sparse24.pruning import sample_windows, stored_masks
@@ -92,6 +93,13 @@ def test_it_needs_an_end(pair):
         distill(*pair, IDS)
 
 
+def test_what_is_refused_keeps_its_dtype():
+    model = build().to(torch.bfloat16)
+    with pytest.raises(ValueError, match="no masks and no 2:4 weights"):
+        run(model, build())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 def test_a_model_writes_windows():
     dense = build()
     windows = sample_windows(dense, 5, 12, start=3, batch_size=2, seed=1)
@@ -101,3 +109,9 @@ def test_a_model_writes_windows():
     dense.config.bos_token_id = None
     with pytest.raises(ValueError, match="no bos_token_id"):
         sample_windows(dense, 1, 4)
+
+
+def test_a_model_writes_without_dropout_in_training_too():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, bos_token_id=3, eos_token_id=1)).eval()
+    expected = sample_windows(model, 4, 12)
+    assert torch.equal(sample_windows(model.train(), 4, 12), expected) and model.training

@@ -141,6 +141,16 @@ def test_trainer_keeps_the_masks_and_resumes_exactly(pruned, tmp_path):
         assert torch.equal(weight, again.state_dict()[name]), name
 
 
+def test_training_again_after_an_error_leaves_no_keeper_behind(pruned):
+    callback = KeepMasks()
+    for _ in range(2):  # the Trainer ends no callback when it fails
+        callback.on_train_begin(None, None, None, model=pruned)
+    callback.on_train_end(None, None, None)
+    masks = stored_masks(pruned)
+    train(pruned, 1, adamw(pruned))
+    assert not is_kept(pruned, masks)
+
+
 def test_masks_of_a_loaded_model_are_those_of_its_weights(pruned, tmp_path):
     with torch.no_grad():
         pruned.model.layers[0].mlp.up_proj.weight[0, :4] = 0  # a group whose kept weights became 0

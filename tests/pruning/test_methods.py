@@ -1,6 +1,7 @@
 """Single layers: exact references on small ones, the order of the methods on a correlated one."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -174,6 +175,13 @@ def test_refinement_ends_at_least_squares_on_the_mask(small):
     assert torch.equal(refined.mask, start.mask)
     for row, result, kept in zip(weight, refined.weight, refined.mask, strict=True):
         torch.testing.assert_close(result, row + least_squares(-row * ~kept, damped, kept))
+
+
+def test_an_error_that_is_not_a_number_is_not_reported_as_none():
+    weight = torch.tensor([[1.0, 2, float("nan"), 4]])
+    assert math.isnan(squared_error(weight, weight.clone(), None))
+    assert math.isnan(squared_error(torch.ones(1, 4), weight, torch.eye(4)))
+    assert squared_error(torch.zeros(1, 4), torch.zeros(1, 4), torch.eye(4)) == 0
 
 
 # ---- damping ---------------------------------------------------------------------------------------------------------------

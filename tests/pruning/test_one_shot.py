@@ -109,7 +109,7 @@ def test_blocks_of_most_models_run_alone(name):
     model = build(name)
     layers = [n for n, module in model.named_modules() if type(module) is nn.Linear and n != "lm_head"]
     batch = FAMILIES[name].inputs
-    units, never_run = find_units(model, layers, batch, model.device)
+    units, never_run = find_units(model, layers, batch)
     assert units[0].is_chain and len(units[0].blocks) == 2 and not never_run
     assert sorted(layer for unit in units for block in unit.layers for layer in block) == sorted(layers)
 
@@ -279,6 +279,22 @@ def test_layers_that_run_on_some_rows_only_are_pruned_on_those(true_sequential):
     assert all(".experts.2." in name for name in report.left_dense) and len(report.left_dense) == 3
     tokens = {layer.name: layer.tokens for layer in report.layers if layer.name.endswith("up_proj") and "experts" in layer.name}
     assert list(tokens.values()) == [IDS.numel() // 2] * 2
+
+
+def test_a_layer_that_is_given_no_rows_stays_dense():
+    """As experts are, in code that calls each of them whether or not tokens are routed to it."""
+
+    class WithoutRows(Switch):
+        def forward(self, x):
+            self.experts[2](x[:0])
+            return super().forward(x)
+
+    model = build()
+    model.model.layers[1].mlp = WithoutRows(model.model.layers[1].mlp)
+    with pytest.warns(UserWarning, match="3 layers stay dense: .*no calibration input reached it"):
+        report = prune(model, [IDS], "wanda")
+    assert all(".experts.2." in name for name in report.left_dense) and len(report.left_dense) == 3
+    assert all(layer.tokens for layer in report.layers)
 
 
 def test_after_layer_gets_each_layer_before_anything_runs_on_it():
