@@ -75,10 +75,15 @@ def main() -> None:
                 continue
             result["cells"] += measure(name, n, k, stop, ROWS[:7] if arguments.earlier_work else ROWS if name == "fp8" else FEW_ROWS)
             result["means"] = means(result["cells"], MAIN if not arguments.earlier_work else EARLIER_WORK)
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+            write(arguments.out, result)
+    write(arguments.out, result)  # with what was skipped
     for mean in result.get("means", []):
         print(mean)
+
+
+def write(out: Path, result: dict[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def measure(name: str, n: int, k: int, stop: float, rows: list[int]) -> list[dict[str, Any]]:

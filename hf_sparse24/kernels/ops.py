@@ -60,19 +60,24 @@ def _unpack_fake(compressed: Tensor, bitmask: Tensor, in_features: int) -> Tenso
     return compressed.new_empty(bitmask.shape[0], in_features)
 
 
+def _empty_result(x: Tensor, weight: Tensor, in_features: int, out_features: int) -> Tensor:
+    """Of a product.  Fakes also answer for weights on meta, where a real x would get what memory holds."""
+    torch._check(x.device == weight.device, lambda: f"x is on {x.device}, the weight on {weight.device}")
+    torch._check(x.shape[-1] == in_features, lambda: f"x has {x.shape[-1]} features, the weight {in_features}")
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
 @torch.library.register_fake(f"{NAMESPACE}::linear", lib=LIB)
 @torch.library.register_fake(f"{NAMESPACE}::linear_inference", lib=LIB)
 def _linear_fake(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, metadata: Tensor | None, in_features: int) -> Tensor:
-    torch._check(x.shape[-1] == in_features, lambda: f"x has {x.shape[-1]} features, the weight {in_features}")
-    return x.new_empty(*x.shape[:-1], bitmask.shape[0])
+    return _empty_result(x, bitmask, in_features, bitmask.shape[0])
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_group", lib=LIB)
 def _linear_group_fake(
     x: Tensor, compressed: list[Tensor], bitmask: list[Tensor], bias: list[Tensor], metadata: Tensor | None, in_features: int
 ) -> Tensor:
-    torch._check(x.shape[-1] == in_features, lambda: f"x has {x.shape[-1]} features, the weight {in_features}")
-    return x.new_empty(*x.shape[:-1], sum(rows.shape[0] for rows in bitmask))
+    return _empty_result(x, bitmask[0], in_features, sum(rows.shape[0] for rows in bitmask))
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_grad_x", lib=LIB)
@@ -108,9 +113,7 @@ def _linear_8bit_fake(
 def _linear_marlin24_fake(
     x: Tensor, weight_packed: Tensor, meta: Tensor, scale_packed: Tensor, bias: Tensor | None, num_bits: int, scales_permuted: bool
 ) -> Tensor:
-    in_features = 32 * meta.shape[0]
-    torch._check(x.shape[-1] == in_features, lambda: f"x has {x.shape[-1]} features, the weight {in_features}")
-    return x.new_empty(*x.shape[:-1], scale_packed.shape[1])
+    return _empty_result(x, meta, 32 * meta.shape[0], scale_packed.shape[1])
 
 
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

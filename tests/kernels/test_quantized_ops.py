@@ -15,6 +15,7 @@ from hf_sparse24.compressors import (
     SparseBitmaskCompressor,
 )
 from hf_sparse24.kernels import ops
+from hf_sparse24.linear import Sparse24Linear
 from hf_sparse24.quantization import GPTQ_MARLIN, PRESETS, QuantizationScheme
 from hf_sparse24.quantized_linear import (
     GptqMarlin24Linear,
@@ -100,6 +101,15 @@ def test_weight_answers_like_a_dense_one(layer):
     assert torch.equal(layer.to_linear().weight, dequantised(layer))
     with pytest.raises(RuntimeError, match="would be lost"):
         layer.weight.data += 1
+
+
+def test_a_weight_without_values_is_not_multiplied_by(layer):
+    """torch would return what memory held."""
+    x = torch.randn(3, 256)
+    packed = (layer, Sparse24Linear.from_linear(dense_layer()))
+    for module in packed:
+        with pytest.raises(RuntimeError, match="on meta"):
+            module.to("meta")(x)
 
 
 def arguments(layer, x):
