@@ -5,6 +5,11 @@ from torch import Tensor
 from hf_sparse24.kernels import reference
 
 
+def squared_relu(u: Tensor, gate: Tensor | None, keep_two: bool) -> Tensor:
+    """relu(u)^2, or relu(gate)^2 * u; of each four only the two largest if `keep_two`.  Dense, for layers that have no such operator."""
+    return reference.squared_relu(u, gate, keep_two).contiguous()
+
+
 def squared_relu_linear(
     u: Tensor,
     gate: Tensor | None,

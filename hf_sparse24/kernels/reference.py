@@ -87,17 +87,19 @@ def linear_marlin24(
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
-def squared_relu(u: Tensor, gate: Tensor | None) -> Tensor:
+def squared_relu(u: Tensor, gate: Tensor | None, keep_two: bool = False) -> Tensor:
     """relu(u)^2, or relu(gate)^2 * u: each product rounded to the dtype of u, as modules do it.
 
     Args:
         u: (..., features).
         gate: Shape and dtype of u, or None.
+        keep_two: Whether only two of every four values stay, see `keep_two_of_four`.
 
     Returns:
         h: (..., features), dtype of u.
     """
-    return torch.square(torch.relu(u)) if gate is None else torch.square(torch.relu(gate)) * u
+    h = torch.square(torch.relu(u)) if gate is None else torch.square(torch.relu(gate)) * u
+    return keep_two_of_four(h) if keep_two else h
 
 
 def keep_two_of_four(h: Tensor) -> Tensor:
@@ -142,8 +144,7 @@ def squared_relu_linear(
     Returns:
         y: (..., out_features), dtype of u.
     """
-    h = squared_relu(u, gate)
-    return torch.nn.functional.linear(keep_two_of_four(h) if keep_two else h, widened(weight, weight_scale, u.dtype), bias)
+    return torch.nn.functional.linear(squared_relu(u, gate, keep_two), widened(weight, weight_scale, u.dtype), bias)
 
 
 def linear_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:

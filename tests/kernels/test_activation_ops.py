@@ -108,6 +108,7 @@ def test_product_is_linear_on_the_squared_relu(shape, dtype, gated, keep_two):
     h = F.relu(u) ** 2 if gate is None else F.relu(gate) ** 2 * u
     expected = F.linear(reference.keep_two_of_four(h) if keep_two else h, weight, bias)
     columns = weight.t().contiguous()
+    assert torch.equal(ops.squared_relu(u, gate, keep_two), reference.keep_two_of_four(h) if keep_two else h)
     for found in (
         ops.squared_relu_linear(u, gate, weight, None, None, bias, keep_two),
         ops.squared_relu_linear(u, gate, weight, None, columns, bias, keep_two),
@@ -135,10 +136,13 @@ def test_gradients_go_straight_through_the_selection(shape, gated, keep_two):
     gate = leaves[1] if gated else None
     u, (weight, bias) = leaves[0], leaves[-2:]
     found = ops.squared_relu_linear(u, gate, weight, None, None, bias, keep_two)
+    apart = F.linear(ops.squared_relu(u, gate, keep_two), weight, bias)
     expected = straight_through(u, gate, weight, bias, keep_two)
     grad_y = torch.randn_like(expected)
-    for actual, wanted in zip(torch.autograd.grad(found, leaves, grad_y), torch.autograd.grad(expected, leaves, grad_y), strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+    grads, grads_apart, wanted = (torch.autograd.grad(y, leaves, grad_y) for y in (found, apart, expected))
+    for actual, other, grad in zip(grads, grads_apart, wanted, strict=True):
+        torch.testing.assert_close(actual, grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(other, grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
@@ -179,6 +183,8 @@ def test_gradients_of_float8_weights_are_those_of_the_wide_ones(operator):
 def test_operators_pass_opcheck(gated, keep_two):
     u, gate, weight, bias = operands(torch.float32, gated=gated)
     leaves = [None if t is None else t.requires_grad_() for t in (u, gate, weight)]
+    torch.library.opcheck(ops.squared_relu, (*leaves[:2], keep_two))
+    torch.library.opcheck(ops.squared_relu, (u.detach().transpose(0, 1), None if gate is None else gate.detach().transpose(0, 1), keep_two))
     torch.library.opcheck(ops.squared_relu_linear, (*leaves, None, weight.detach().t().contiguous(), bias.requires_grad_(), keep_two))
 
 
