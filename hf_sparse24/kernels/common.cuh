@@ -27,6 +27,14 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+
+__device__ __forceinline__ void add_remote(float (&sum)[4], u32 address, u32 rank) {
+    u32 remote;
+    float a, b, c, d;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "r"(remote));
+    sum[0] += a, sum[1] += b, sum[2] += c, sum[3] += d;
+}
 #endif
 
 // ---- numbers ----------------------------------------------------------------------------------------------------------------

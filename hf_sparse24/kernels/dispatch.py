@@ -390,14 +390,15 @@ def _why_not_config(config: MmaSp | WgmmaSp, n: int, k: int, m: int, device: tor
         return f"its tiles are for other numbers of rows of x than {m}"
     if isinstance(config, WgmmaSp) and config.split > 1 and m > 4 * config.bn:
         return f"its tiles are for fewer rows of x than {m}"
-    shared_bytes = _shared_bytes(device.index)
+    shared_bytes = block_shared_bytes(device.index)
     if config.shared_bytes + 1024 > shared_bytes:
         return f"it needs {config.shared_bytes} bytes of shared memory, a block here has {shared_bytes}"
     return config.why_not(n, k)
 
 
 @functools.cache
-def _shared_bytes(device_index: int) -> int:
+def block_shared_bytes(device_index: int) -> int:
+    """Of dynamic shared memory that a block may have."""
     from cuda.core import Device  # torch has no public name for this
 
     return int(Device(device_index).properties.max_shared_memory_per_block_optin)

@@ -56,18 +56,26 @@ _PLANS: dict[Hashable, Plan] = {}
 MAX_PLANS = 1 << 15
 
 
-def _keep(key: Hashable, plan: Plan) -> Plan:
+def kept(key: Hashable) -> Plan | None:
+    """The plan that was kept for a key."""
+    return _PLANS.get(key)
+
+
+def keep(key: Hashable, plan: Plan) -> Plan:
+    """Keep a plan; gives it back."""
     if len(_PLANS) >= MAX_PLANS:
         _PLANS.clear()
     _PLANS[key] = plan
     return plan
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
+    """As kernels read it: contiguous and aligned, itself if it is so."""
     return x if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _where(tensor: Tensor | None) -> Hashable:
+def where(tensor: Tensor | None) -> Hashable:
+    """A tensor's part of a key: where it lies, in which form."""
     return None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous())
 
 
@@ -88,7 +96,7 @@ def linear(
     """
     if not x.is_cuda:
         return reference.linear(x, compressed, bitmask, bias, in_features)
-    x = _aligned(x)
+    x = aligned(x)
     # All that a plan depends on: what lies where, in which form.
     key = (
         *(x.numel(), x.shape[-1:], x.dtype, x.get_device(), in_features, bitmask.shape[0]),
@@ -96,7 +104,7 @@ def linear(
         *(bitmask.data_ptr(), bitmask.is_contiguous(), 0 if metadata is None else metadata.data_ptr()),
         *((0, None) if bias is None else (bias.data_ptr(), bias.dtype, bias.is_contiguous())),
     )
-    plan = _PLANS.get(key) or _keep(key, _plan(x, compressed, bitmask, bias, metadata, in_features))
+    plan = kept(key) or keep(key, _plan(x, compressed, bitmask, bias, metadata, in_features))
     if plan.start is not None:
         return plan.run(x, () if fresh else counted or (compressed, bitmask))
     if plan.path == "cusparselt":
@@ -181,12 +189,12 @@ def linear_8bit(
     """
     if not x.is_cuda:
         return reference.linear_8bit(x, compressed, bitmask, weight_scale, bias, in_features)
-    x = _aligned(x)
+    x = aligned(x)
     key = (
         *(x.numel(), x.shape[-1:], x.dtype, x.get_device(), in_features, quantize_x),
-        *(_where(tensor) for tensor in (compressed, bitmask, weight_scale, input_scale, bias)),
+        *(where(tensor) for tensor in (compressed, bitmask, weight_scale, input_scale, bias)),
     )
-    plan = _PLANS.get(key) or _keep(key, _plan_8bit(x, compressed, bitmask, weight_scale, input_scale, bias, in_features, quantize_x))
+    plan = kept(key) or keep(key, _plan_8bit(x, compressed, bitmask, weight_scale, input_scale, bias, in_features, quantize_x))
     if plan.start is not None:
         return plan.run(x, (compressed, bitmask))
     if plan.path == "widen":
@@ -230,10 +238,10 @@ def linear_marlin24(
     """x W^T + bias with a weight in Marlin's order; see `reference.linear_marlin24`."""
     if not x.is_cuda:
         return reference.linear_marlin24(x, weight_packed, meta, scale_packed, bias, num_bits, scales_permuted)
-    x = _aligned(x)
+    x = aligned(x)
     weights = weight_packed, meta, scale_packed
-    key = (x.numel(), x.shape[-1:], x.dtype, x.get_device(), num_bits, scales_permuted, *(_where(tensor) for tensor in (*weights, bias)))
-    plan = _PLANS.get(key) or _keep(key, _plan_marlin24(x, *weights, bias, num_bits, scales_permuted))
+    key = (x.numel(), x.shape[-1:], x.dtype, x.get_device(), num_bits, scales_permuted, *(where(tensor) for tensor in (*weights, bias)))
+    plan = kept(key) or keep(key, _plan_marlin24(x, *weights, bias, num_bits, scales_permuted))
     if plan.start is not None:
         return plan.run(x, weights)
     if plan.path == "widen":

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-# Tensor maps of x that are kept for each weight: a map takes longer to make than a kernel to start.
+# Tensor maps of activations that are kept for each weight.
 NUM_MAPS = 64
 
 # How kernels name the dtype of scales.
@@ -155,6 +155,7 @@ class WgmmaSp:
     group: int = 8
     value_bytes: int = 2
     window: int = 0  # 0: as long as a stage, as far as it can be
+    sparse_rows: bool = False  # the sparse operand is activations, not the weight
     source: ClassVar[str] = "wgmma_sp"
     k_multiple: ClassVar[int] = 64
 
@@ -174,7 +175,7 @@ class WgmmaSp:
         return {
             **_types(dtype, values), "BM": self.bm, "BN": self.bn, "BK": self.bk, "STAGES": self.stages, "AHEAD": self.ahead,
             "SPLIT": self.split, "MULTICAST": self.multicast, "MIN_BLOCKS": self.min_blocks,
-            "WINDOW": self.window or (min(self.bk, 256) if self.value_bytes == 2 else 64),
+            "WINDOW": self.window or (min(self.bk, 256) if self.value_bytes == 2 else 64), "SPARSE_ROWS": int(self.sparse_rows),
         }  # fmt: skip
 
     def why_not(self, n: int, k: int) -> str | None:
@@ -187,28 +188,60 @@ class WgmmaSp:
     def starter(self, kernel: Any, weight: WeightAt, m: int) -> Start:
         """What starts the kernel for m rows of x, which is contiguous and aligned to 16 bytes, as y is."""
         n, k = weight.n, weight.k
-        clusters, size = -(-n // (self.bm * self.multicast)) * -(-m // self.bn), self.split * self.multicast
-        api = cuda_core()
-        launch, stream, bitmask, bias, group = api.launch, api.stream_of(weight.device_index), weight.bitmask, weight.bias, self.group
-        if self.split == 1:
-            clusters = min(clusters, api.room(kernel, size, self.threads, self.shared_bytes, stream()))
-        configs = api.configs((clusters, 1, 1), size, self.threads, self.shared_bytes)
-        # In units of two bytes, which an element of 8 bits is half of.
-        width, box = k * self.value_bytes // 2, min(64, self.bk // 4 * self.value_bytes)
-        values_map = _tensor_map(weight.values, n, width // 2, self.bm, box)
-        x_maps: dict[int, Any] = {}
-        scales = weight.scales, weight.scale_type, weight.scale_stride
+        launch, stream, configs = self._launching(kernel, weight.device_index, n, m)
+        values_map, x_map_at = self._values_map(weight.values, n, k), _Maps(lambda address: self._x_map(address, m, k))
+        bitmask, bias, group, scales = weight.bitmask, weight.bias, self.group, (weight.scales, weight.scale_type, weight.scale_stride)
 
         def start(x: Tensor, y: Tensor, early: bool, x_scales: int = 0) -> None:
-            address = x.data_ptr()
-            x_map = x_maps.get(address)
-            if x_map is None:
-                if len(x_maps) >= NUM_MAPS:
-                    x_maps.clear()
-                x_map = x_maps[address] = _tensor_map(address, m, width, self.bn // self.multicast, 64)
+            x_map = x_map_at[x.data_ptr()]
             launch(stream(), configs[early], kernel, values_map, x_map, bitmask, y.data_ptr(), bias, m, n, k, group, *scales, x_scales)
 
         return start
+
+    def activations_starter(self, kernel: Any, weight: WeightAt, m: int) -> Callable[[int, int, int, int], None]:
+        """With `sparse_rows`: what starts the kernel on addresses of packed activations, values (m, k / 2), bitmask (m, k / 8) and of
+        8 bits scales (m), and of y (m, n).  `weight` is where the dense weight is, (n, k), with float32 scales (n) if of 8 bits.
+        """
+        n, k = weight.n, weight.k
+        launch, stream, configs = self._launching(kernel, weight.device_index, m, n)
+        weight_map, values_map_at = self._x_map(weight.values, n, k), _Maps(lambda address: self._values_map(address, m, k))
+        bias, group, weight_scales = weight.bias, self.group, weight.scales
+
+        def start(values: int, bitmask: int, scales: int, y: int) -> None:
+            values_map = values_map_at[values]
+            launch(stream(), configs[True], kernel, values_map, weight_map, bitmask, y, bias, n, m, k, group, scales, 0, 1, weight_scales)
+
+        return start
+
+    def _launching(self, kernel: Any, device_index: int, sparse_rows: int, dense_rows: int) -> tuple[Any, Any, tuple[Any, Any]]:
+        """What launches, on which stream, and with which grids: after the kernel before, and early."""
+        clusters, size = -(-sparse_rows // (self.bm * self.multicast)) * -(-dense_rows // self.bn), self.split * self.multicast
+        api = cuda_core()
+        stream = api.stream_of(device_index)
+        if self.split == 1:
+            clusters = min(clusters, api.room(kernel, size, self.threads, self.shared_bytes, stream()))
+        return api.launch, stream, api.configs((clusters, 1, 1), size, self.threads, self.shared_bytes)
+
+    # Maps count in units of two bytes, which an element of 8 bits is half of.
+
+    def _values_map(self, address: int, rows: int, k: int) -> Any:
+        return _tensor_map(address, rows, k * self.value_bytes // 4, self.bm, min(64, self.bk // 4 * self.value_bytes))
+
+    def _x_map(self, address: int, rows: int, k: int) -> Any:
+        return _tensor_map(address, rows, k * self.value_bytes // 2, self.bn // self.multicast, 64)
+
+
+class _Maps(dict[int, Any]):
+    """Tensor maps by address, made when they are first asked for: that takes longer than to start a kernel."""
+
+    def __init__(self, make: Callable[[int], Any]):
+        self._make = make
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= NUM_MAPS:
+            self.clear()
+        found = self[address] = self._make(address)
+        return found
 
 
 @dataclass(frozen=True)

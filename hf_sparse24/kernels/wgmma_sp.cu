@@ -9,8 +9,11 @@
 // share the columns of one tile and sum in rank order through distributed shared memory; without SPLIT a block walks over tiles,
 // and the loads of the next tile begin while this one is written.
 //
+// Sparse activations take the place of W, and a dense weight that of x: then y lies the other way, see SPARSE_ROWS.
+//
 // Compile with -D for all of:
 //   BF16       1: bfloat16, 0: float16
+//   SPARSE_ROWS  0: y (M, N), bias (N); 1: y (N, M), bias (M): a row of y for each row of the sparse operand
 //   FP8, INT8  1: values and x are float8_e4m3fn or int8, both 0: they are of the type of y
 //   BM         64, 128 or 192 rows of W          BN      8, 16, 32, 64, 128, 192 or 256 rows of x
 //   BK         64, 128 or 256 columns a stage, of 8 bits 128, 256 or 512   STAGES  at least 2
@@ -23,6 +26,8 @@
 
 // Indices must not change while a product reads them; that of the stage before may.
 static_assert(AHEAD >= 2, "");
+
+static_assert(!SPARSE_ROWS || (SPLIT == 1 && BN >= 64), "");
 
 constexpr int CLUSTER = SPLIT * MULTICAST;
 constexpr int CONSUMER_WARPS = BM / 16;
@@ -43,7 +48,7 @@ constexpr int WORDS = WINDOW / 64, PRODUCTS_OF_WINDOW = WORDS * ELEMENT;
 // With SPLIT the sums take the place of the stages: (BN, PITCH) floats, whose writes meet no bank twice.  Without, each warpgroup
 // has (OUT_ROWS, OUT_PITCH) elements beside them.
 constexpr int PITCH = BM + 4;
-constexpr int OUT_ROWS = BN < 64 ? BN : 64, OUT_PITCH = 64 + 8;
+constexpr int OUT_ROWS = BN < 64 ? BN : 64, OUT_PITCH = 64 + 8;  // of rows of x
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -169,14 +174,6 @@ __device__ __forceinline__ void multiply_wait(Sum (&d)[BN / 2]) {
 
 // ---- output -------------------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void add_remote(float (&sum)[4], u32 address, u32 rank) {
-    u32 remote;
-    float a, b, c, d;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "r"(remote));
-    sum[0] += a, sum[1] += b, sum[2] += c, sum[3] += d;
-}
-
 // Mask words of a lane for a turn.  Of 16 bits: of rows g and g + 8, the columns of each window of which lane pair 0 holds the
 // first half, pair 1 the second.  Of 8 bits: of row g in even lanes, g + 8 in odd ones; if a window is 64 columns, the first 32 in
 // pair 0 and the others in pair 1, else again its halves.
@@ -227,6 +224,10 @@ __device__ __forceinline__ void store_transposed(u32 to, u32 a, u32 b, u32 c, u3
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+__device__ __forceinline__ void store_fragments(u32 to, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
@@ -263,6 +264,7 @@ wgmma_sp(const __grid_constant__ TensorMap values_map, const __grid_constant__ T
     const int begin = first_turn * STAGES_OF_TURN, end = min(last_turn * STAGES_OF_TURN, chunks);
 
     start_kernel_after();
+    if (SPARSE_ROWS) wait_for_kernel_before();  // which has written the sparse operand
     if (threadIdx.x == 32 * CONSUMER_WARPS) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1);
@@ -383,14 +385,16 @@ wgmma_sp(const __grid_constant__ TensorMap values_map, const __grid_constant__ T
 
             if (SPLIT == 1) {
                 const int at = min(n0 + row, N - 1), at8 = min(n0 + row + 8, N - 1);
-                float add = 0, add8 = 0;
-                if (bias) add = number(bias[at]), add8 = number(bias[at8]);
 #if FP8 || INT8
                 const float scale = scale_at(scales, scale_type, at * int(scale_stride)), scale8 = scale_at(scales, scale_type, at8 * int(scale_stride));
 #endif
+                float add[2] = {};
+                if (bias && !SPARSE_ROWS) add[0] = number(bias[at]), add[1] = number(bias[at8]);
                 u16* const out = reinterpret_cast<u16*>(shared + STAGES * STAGE_BYTES) + warpgroup * OUT_ROWS * OUT_PITCH;
-                const u32 to = shared_address(out) + ((lane / 16 * 8 + lane % 8) * OUT_PITCH + warp % 4 * 16 + lane / 8 % 2 * 8) * 2;
-                const int thread = threadIdx.x % 128, column = thread % 8 * 8, n = n0 + warpgroup * 64 + column;
+                const int thread = threadIdx.x % 128, fragment = lane / 8;
+                // Where a lane's row of the fragments is: those of 16 rows of W and 16 of x, transposed or not.
+                const u32 to = shared_address(out) + (SPARSE_ROWS ? (warp % 4 * 16 + fragment % 2 * 8 + lane % 8) * OUT_PITCH + fragment / 2 * 8
+                                                                  : (fragment / 2 * 8 + lane % 8) * OUT_PITCH + warp % 4 * 16 + fragment % 2 * 8) * 2;
 #pragma unroll
                 for (int r = 0; r < BN; r += OUT_ROWS) {
                     if (m0 + r >= M) break;
@@ -400,27 +404,33 @@ wgmma_sp(const __grid_constant__ TensorMap values_map, const __grid_constant__ T
                         float f[8];
 #pragma unroll
                         for (int i = 0; i < (BN == 8 ? 4 : 8); ++i) {
+                            const int m = min(m0 + r + j + i / 4 * 8 + lane % 4 * 2 + i % 2, M - 1);
                             f[i] = float(d[(r + j) / 2 + i]);
 #if FP8 || INT8
-                            f[i] *= (i & 2 ? scale8 : scale) * x_scales[min(m0 + r + j + i / 4 * 8 + lane % 4 * 2 + i % 2, M - 1)];
+                            f[i] *= (i & 2 ? scale8 : scale) * x_scales[m];
 #endif
+                            if (!SPARSE_ROWS) f[i] += add[i / 2 % 2];
+                            else if (bias) f[i] += number(bias[m]);
                         }
-                        if (BN == 8) {
-                            asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
-                                "r"(pair(f[0] + add, f[1] + add)), "r"(pair(f[2] + add8, f[3] + add8)) : "memory");
-                        } else {
-                            store_transposed(to + j * OUT_PITCH * 2, pair(f[0] + add, f[1] + add), pair(f[2] + add8, f[3] + add8),
-                                             pair(f[4] + add, f[5] + add), pair(f[6] + add8, f[7] + add8));
-                        }
+                        const u32 a = pair(f[0], f[1]), b = pair(f[2], f[3]), c = pair(f[4], f[5]), e = pair(f[6], f[7]);
+                        if (BN == 8)
+                            asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b) : "memory");
+                        else if (SPARSE_ROWS)
+                            store_fragments(to + j * 2, a, b, c, e);
+                        else
+                            store_transposed(to + j * OUT_PITCH * 2, a, b, c, e);
                     }
                     warpgroup_sync(warpgroup);
-                    for (int m = thread / 8; m < OUT_ROWS && m0 + r + m < M; m += 16) {
-                        const uint4 eight = *reinterpret_cast<const uint4*>(out + m * OUT_PITCH + column);
-                        u16* const at = y + u64(m0 + r + m) * N + n;
-                        if (N % 8 == 0 && n < N) {
+                    // Eight elements a thread, along a row of y.
+                    const int column = thread % 8 * 8, width = SPARSE_ROWS ? M : N, rows = SPARSE_ROWS ? N : M;
+                    const int first = SPARSE_ROWS ? n0 + warpgroup * 64 : m0 + r, from = column + (SPARSE_ROWS ? m0 + r : n0 + warpgroup * 64);
+                    for (int i = thread / 8; i < OUT_ROWS && first + i < rows; i += 16) {
+                        const uint4 eight = *reinterpret_cast<const uint4*>(out + i * OUT_PITCH + column);
+                        u16* const at = y + u64(first + i) * width + from;
+                        if (width % 8 == 0 && from < width) {
                             *reinterpret_cast<uint4*>(at) = eight;
                         } else {
-                            for (int e = 0; e < 8 && n + e < N; ++e) at[e] = out[m * OUT_PITCH + column + e];
+                            for (int e = 0; e < 8 && from + e < width; ++e) at[e] = out[i * OUT_PITCH + column + e];
                         }
                     }
                 }
