@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from transformers.utils import logging
 
 from hf_sparse24.compressors import BaseCompressor, PackedTensorError, Sparse24Compressor, SparseBitmaskCompressor
 from hf_sparse24.compressors.base import Spec, specs_of
+from hf_sparse24.errors import get_logger
 from hf_sparse24.kernels import dispatch, ops
 from hf_sparse24.kernels.cusparselt import CusparseltError, CusparseltWeight
 from hf_sparse24.projection_group import SHARED, ProjectionGroup
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 # Parts that hold sizes.
 SHAPE_PARTS = ("shape", "weight_shape")
 
