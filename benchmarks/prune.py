@@ -124,6 +124,8 @@ class Benchmark:
             )
             print(section["rows"][-1], flush=True)
             self.write()
+            if name == keep:
+                kept = model
         return kept
 
     # ---- MiniLM --------------------------------------------------------------------------------------------------------------
@@ -185,11 +187,12 @@ class Benchmark:
         started = time.monotonic()
         data = draw_windows(self.texts.joined(False), tokenizer, TRAIN_WINDOWS, 1024, TRAIN)
         if self.arguments.sampled:
-            data = torch.cat([data, sample_windows(dense.bfloat16(), self.arguments.sampled, 1024, seed=TRAIN, batch_size=256)])
+            data = torch.cat([data, sample_windows(dense.bfloat16(), self.arguments.sampled, 1024, seed=TRAIN, batch_size=2048)])
             dense.float()
         record: dict[str, Any] = {"method": "alps+distillation", "windows": len(data), "sampled": self.arguments.sampled}
         record |= {"learning_rate": self.arguments.learning_rate, "seconds_to_prepare": round(time.monotonic() - started, 1)}
-        learnt = distill(model, dense, [data], minutes=self.arguments.distill_minutes, learning_rate=self.arguments.learning_rate)
+        options = {"minutes": self.arguments.distill_minutes, "learning_rate": self.arguments.learning_rate}
+        learnt = distill(model, dense, [data], micro_batch_size=32, **options)
         record |= {"seconds": learnt.seconds, "steps": learnt.steps, "losses": learnt.losses[:: max(1, learnt.steps // 50)]}
         section["rows"].append({**record, **measure(model)})
 

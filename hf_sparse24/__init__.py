@@ -6,6 +6,14 @@ Importing registers with Transformers: `from_pretrained` opens sparse checkpoint
 from typing import TYPE_CHECKING, Any
 
 from hf_sparse24 import pruning as _pruning
+from hf_sparse24.activation import (
+    ActivationReport,
+    ActivationSparsityConfig,
+    ActivationStatistics,
+    densify_activations,
+    measure_activation_sparsity,
+    sparsify_activations,
+)
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.fusion import FusionReport, fuse_projections, unfuse_projections
@@ -24,6 +32,9 @@ _save.install()
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "ActivationReport",
+    "ActivationSparsityConfig",
+    "ActivationStatistics",
     "CheckpointError",
     "DenseSparsityConfig",
     "FusionReport",
@@ -37,10 +48,13 @@ __all__ = [
     "SparseBitmaskLinear",
     "SparsityConfig",
     "__version__",
+    "densify_activations",
     "distill",
     "fuse_projections",
     "keep_masks",
+    "measure_activation_sparsity",
     "prune",
+    "sparsify_activations",
     "unfuse_projections",
 ]
 

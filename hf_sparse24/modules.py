@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from typing import Protocol
 
 from torch import nn
 
@@ -27,7 +28,19 @@ LAYERS: dict[str, type[PackedLinear]] = {
 LISTED = 8
 
 
-def match_modules(names_and_classes: Mapping[str, type], config: SparsityConfig, aliases: Mapping[str, str] | None = None) -> list[str]:
+class Selection(Protocol):
+    """What of a config selects modules."""
+
+    @property
+    def targets(self) -> list[str]:
+        """Class names, module names, patterns."""
+
+    @property
+    def ignore(self) -> list[str]:
+        """The same; it wins."""
+
+
+def match_modules(names_and_classes: Mapping[str, type], config: Selection, aliases: Mapping[str, str] | None = None) -> list[str]:
     """The modules that a config selects, in the order given.
 
     Args:

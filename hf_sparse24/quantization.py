@@ -138,6 +138,11 @@ def quantize_weight(weight: Tensor, mask: Tensor | None, scheme: QuantizationSch
         weight = weight.masked_fill(~mask, 0)
     if reason := why_not_quantized(weight, scheme):
         raise ValueError(reason)
+    return round_weight(weight, scheme)
+
+
+def round_weight(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
+    """`quantize_weight` without a look at whether the weight can be quantised: a row with NaN or infinite weights becomes NaN."""
     scale = _scale_of(weight, scheme)[0]
     rows = max(1, CHUNK // max(1, weight.shape[1]))
     scales = scale.split(rows) if len(scale) == len(weight) > 1 else [scale] * -(-len(weight) // rows)

@@ -7,6 +7,9 @@ import pytest
 import hf_sparse24
 
 PUBLIC_NAMES = {
+    "ActivationReport",
+    "ActivationSparsityConfig",
+    "ActivationStatistics",
     "CheckpointError",
     "DenseSparsityConfig",
     "FusionReport",
@@ -20,10 +23,13 @@ PUBLIC_NAMES = {
     "SparseBitmaskLinear",
     "SparsityConfig",
     "__version__",
+    "densify_activations",
     "distill",
     "fuse_projections",
     "keep_masks",
+    "measure_activation_sparsity",
     "prune",
+    "sparsify_activations",
     "unfuse_projections",
 }
 CONFIG_DEFAULTS = {
@@ -36,6 +42,7 @@ CONFIG_DEFAULTS = {
     "global_sparsity": 0.0,
 }
 SPARSE24_DEFAULTS = {**CONFIG_DEFAULTS, "fuse_projections": False}
+ACTIVATION_DEFAULTS = {"pattern": "2:4", "quantization": None, "decode": False, "targets": None, "ignore": []}
 # Subcommand -> its flags, without --help.
 COMMAND_LINE: dict[str, set[str]] = {
     "bench": {"--chart", "--json", "--rows"},
@@ -61,6 +68,10 @@ def test_public_names_are_the_listed_ones():
 @pytest.mark.parametrize("name", ["DenseSparsityConfig", "Sparse24Config", "SparseBitmaskConfig"])
 def test_config_fields_and_defaults_are_the_listed_ones(name):
     assert getattr(hf_sparse24, name)().model_dump() == (SPARSE24_DEFAULTS if name == "Sparse24Config" else CONFIG_DEFAULTS)
+
+
+def test_fields_and_defaults_of_activation_sparsity_are_the_listed_ones():
+    assert hf_sparse24.ActivationSparsityConfig().model_dump() == ACTIVATION_DEFAULTS
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Around `from_pretrained`: three functions of `transformers.modeling_utils` are wrapped, each looked up there at call time.
 
     get_hf_quantizer                        reads the config in every spelling and decides: dense, kept packed, or not ours
-    convert_and_load_state_dict_in_model    shows the loader the dense checkpoint that the packed tensors stand for
+    convert_and_load_state_dict_in_model    shows the loader the dense checkpoint that the packed tensors stand for; obeys
+                                            `config.activation_sparsity`
     log_state_dict_report                   raises where stock Transformers only logs that weights were made up
 
 Without packed tensors and without a config of ours, each calls the original with the same arguments.
@@ -37,6 +38,7 @@ from hf_sparse24.checkpoint import (
 from hf_sparse24.compressors import PART_SUFFIXES
 from hf_sparse24.config import CONFIG_KEYS, DenseSparsityConfig, SparsityConfig, parse_config
 from hf_sparse24.errors import CheckpointError, get_logger, warn
+from hf_sparse24.integration import activation
 from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer, checkpoint_names, named_twice
 from hf_sparse24.kernels.dispatch import why_not_kept
 from hf_sparse24.modules import listed, tied_names
@@ -46,6 +48,7 @@ logger = get_logger(__name__)
 
 def install() -> None:
     """Register the method and wrap the three functions; a second call changes nothing."""
+    activation.install()
     if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(METHOD)(SparsityConfig)
     if METHOD not in AUTO_QUANTIZER_MAPPING:
@@ -154,6 +157,13 @@ def _check_folder(config: Any) -> None:
 
 def _convert_and_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = inspect.signature(original).bind(*args, **kwargs)
+    result = _load_as_dense(original, call)
+    # Before Transformers puts the model into evaluation mode, and before accelerate hooks anything to it.
+    activation.apply_config(call.arguments["model"])
+    return result
+
+
+def _load_as_dense(original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
     model, tensors, load_config = (call.arguments[name] for name in ("model", "state_dict", "load_config"))
     quantizer = load_config.hf_quantizer
     ours = isinstance(quantizer, Sparse24HfQuantizer)

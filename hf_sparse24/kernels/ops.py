@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.kernels import plans, reference
+from hf_sparse24.kernels import activation_plans, plans, reference
 
 NAMESPACE = "hf_sparse24"
 LIB = torch.library.Library(NAMESPACE, "DEF")
@@ -27,6 +27,14 @@ LIB.define(
     "linear_marlin24(Tensor x, Tensor weight_packed, Tensor meta, Tensor scale_packed, Tensor? bias, int num_bits, bool scales_permuted) "
     "-> Tensor"
 )
+# The second projection of a squared-ReLU block with its activation before it, that activation alone, and a dense product with a weight
+# of float8.
+LIB.define("squared_relu(Tensor u, Tensor? gate, bool keep_two) -> Tensor")
+LIB.define(
+    "squared_relu_linear(Tensor u, Tensor? gate, Tensor weight, Tensor? weight_scale, Tensor? weight_columns, Tensor? bias, bool keep_two) "
+    "-> Tensor"
+)
+LIB.define("linear_fp8(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
 
 
 def _unpack(compressed: Tensor, bitmask: Tensor, in_features: int) -> Tensor:
@@ -51,6 +59,9 @@ for _name, _implementation in (
     ("dequantize_marlin24", reference.dequantize_marlin24),
     ("linear_8bit", plans.linear_8bit),
     ("linear_marlin24", plans.linear_marlin24),
+    ("squared_relu", activation_plans.squared_relu),
+    ("squared_relu_linear", activation_plans.squared_relu_linear),
+    ("linear_fp8", activation_plans.linear_fp8),
 ):
     LIB.impl(_name, _implementation, "CompositeExplicitAutograd")
 
@@ -116,6 +127,31 @@ def _linear_marlin24_fake(
     return _empty_result(x, meta, 32 * meta.shape[0], scale_packed.shape[1])
 
 
+@torch.library.register_fake(f"{NAMESPACE}::squared_relu", lib=LIB)
+def _squared_relu_fake(u: Tensor, gate: Tensor | None, keep_two: bool) -> Tensor:
+    if gate is not None:
+        torch._check(gate.shape == u.shape, lambda: f"u has shape {tuple(u.shape)}, its gate {tuple(gate.shape)}")
+    return u.new_empty(u.shape)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::squared_relu_linear", lib=LIB)
+def _squared_relu_linear_fake(
+    u: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    weight_columns: Tensor | None,
+    bias: Tensor | None,
+    keep_two: bool,
+) -> Tensor:
+    return _empty_result(_squared_relu_fake(u, gate, keep_two), weight, weight.shape[1], weight.shape[0])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::linear_fp8", lib=LIB)
+def _linear_fp8_fake(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    return _empty_result(x, weight, weight.shape[1], weight.shape[0])
+
+
 def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, compressed, bitmask, _, _, in_features = inputs
     ctx.save_for_backward(compressed, bitmask)
@@ -153,16 +189,70 @@ def _linear_marlin24_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, 
     return _grad_x(grad_y, weight), None, None, None, _grad_bias(grad_y, ctx.needs_input_grad[4]), None, None
 
 
+def _save_squared_relu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    u, gate, _ = inputs
+    ctx.save_for_backward(u, gate)
+
+
+def _squared_relu_backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    return *_grads_of_squared_relu(grad_h, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None
+
+
+def _save_squared_relu_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    u, gate, weight, weight_scale, _, _, keep_two = inputs
+    ctx.save_for_backward(u, gate, weight, weight_scale)
+    ctx.keep_two = keep_two
+
+
+def _squared_relu_linear_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    u, gate, weight, weight_scale = ctx.saved_tensors
+    wants_u, wants_gate, wants_weight, _, _, wants_bias, _ = ctx.needs_input_grad
+    grad_u = grad_gate = grad_weight = None
+    if wants_u or wants_gate:
+        grad_h = grad_y @ reference.widened(weight, weight_scale, grad_y.dtype)
+        grad_u, grad_gate = _grads_of_squared_relu(grad_h, u, gate, wants_u, wants_gate)
+    if wants_weight:
+        # h is computed anew: kept from the forward pass, it would be the largest tensor of the block.
+        h = squared_relu(u, gate, ctx.keep_two)
+        grad_weight = grad_y.reshape(-1, grad_y.shape[-1]).t() @ h.reshape(-1, h.shape[-1])
+    return grad_u, grad_gate, grad_weight, None, None, _grad_bias(grad_y, wants_bias), None
+
+
+def _grads_of_squared_relu(
+    grad_h: Tensor, u: Tensor, gate: Tensor | None, wants_u: bool, wants_gate: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Straight through the selection: what was dropped gets the gradient that it would have had."""
+    if gate is None:
+        return grad_h * (2 * torch.relu(u)), None
+    grad_u = grad_h * torch.square(torch.relu(gate)) if wants_u else None
+    return grad_u, grad_h * u * (2 * torch.relu(gate)) if wants_gate else None
+
+
+def _save_fp8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:3])
+
+
+def _linear_fp8_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    weight, weight_scale = ctx.saved_tensors
+    weight = reference.widened(weight, weight_scale, grad_y.dtype) if ctx.needs_input_grad[0] else None
+    return _grad_x(grad_y, weight), None, None, _grad_bias(grad_y, ctx.needs_input_grad[3])
+
+
 def _grad_x(grad_y: Tensor, weight: Tensor | None) -> Tensor | None:
     return None if weight is None else grad_y @ weight.to(grad_y.dtype)
 
 
 def _grad_bias(grad_y: Tensor, wanted: bool) -> Tensor | None:
-    return grad_y.flatten(0, -2).sum(0) if wanted else None
+    return grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if wanted else None
 
 
 torch.library.register_autograd(f"{NAMESPACE}::linear_8bit", _linear_8bit_backward, setup_context=_save_8bit, lib=LIB)
 torch.library.register_autograd(f"{NAMESPACE}::linear_marlin24", _linear_marlin24_backward, setup_context=_save_marlin24, lib=LIB)
+torch.library.register_autograd(f"{NAMESPACE}::squared_relu", _squared_relu_backward, setup_context=_save_squared_relu, lib=LIB)
+torch.library.register_autograd(
+    f"{NAMESPACE}::squared_relu_linear", _squared_relu_linear_backward, setup_context=_save_squared_relu_linear, lib=LIB
+)
+torch.library.register_autograd(f"{NAMESPACE}::linear_fp8", _linear_fp8_backward, setup_context=_save_fp8, lib=LIB)
 
 unpack = getattr(torch.ops, NAMESPACE).unpack.default
 linear = getattr(torch.ops, NAMESPACE).linear.default
@@ -173,3 +263,6 @@ dequantize_8bit = getattr(torch.ops, NAMESPACE).dequantize_8bit.default
 dequantize_marlin24 = getattr(torch.ops, NAMESPACE).dequantize_marlin24.default
 linear_8bit = getattr(torch.ops, NAMESPACE).linear_8bit.default
 linear_marlin24 = getattr(torch.ops, NAMESPACE).linear_marlin24.default
+squared_relu = getattr(torch.ops, NAMESPACE).squared_relu.default
+squared_relu_linear = getattr(torch.ops, NAMESPACE).squared_relu_linear.default
+linear_fp8 = getattr(torch.ops, NAMESPACE).linear_fp8.default

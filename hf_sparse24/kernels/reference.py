@@ -5,6 +5,7 @@ from torch import Tensor
 
 from hf_sparse24.compressors.base import unpack_bits
 from hf_sparse24.compressors.marlin24 import scales_in_rows, unpack_integers
+from hf_sparse24.pattern import FLOAT_BITS
 from hf_sparse24.quantization import dequantize
 
 
@@ -84,3 +85,83 @@ def linear_marlin24(
     """`F.linear` on the dequantised weight, in the dtype of x."""
     weight = dequantize_marlin24(weight_packed, meta, scale_packed, num_bits, scales_permuted)
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+def squared_relu(u: Tensor, gate: Tensor | None, keep_two: bool = False) -> Tensor:
+    """relu(u)^2, or relu(gate)^2 * u: each product rounded to the dtype of u, as modules do it.
+
+    Args:
+        u: (..., features).
+        gate: Shape and dtype of u, or None.
+        keep_two: Whether only two of every four values stay, see `keep_two_of_four`.
+
+    Returns:
+        h: (..., features), dtype of u.
+    """
+    h = torch.square(torch.relu(u)) if gate is None else torch.square(torch.relu(gate)) * u
+    return keep_two_of_four(h) if keep_two else h
+
+
+def keep_two_of_four(h: Tensor) -> Tensor:
+    """The two largest magnitudes of every four consecutive values of a row, and zeros.
+
+    Args:
+        h: (..., features), float; a last group that is short is taken to be filled with zeros.  NaN ranks above every number; of equal
+            magnitudes the lower column is kept.
+
+    Returns:
+        kept: (..., features), dtype of h.
+    """
+    padded = torch.nn.functional.pad(h, (0, -h.shape[-1] % 4))
+    sign_mask = torch.iinfo(FLOAT_BITS[h.dtype]).max
+    infinity = sign_mask + 1 - round(1 / torch.finfo(h.dtype).eps)
+    # Integers in the order of the magnitudes, which are equal for all NaNs.
+    magnitudes = padded.view(FLOAT_BITS[h.dtype]).bitwise_and(sign_mask).clamp_(max=infinity + 1)
+    a, b, c, d = magnitudes.unflatten(-1, (padded.shape[-1] // 4, 4)).unbind(-1)  # (..., features / 4) each
+    ab, ac, ad, bc, bd, cd = a >= b, a >= c, a >= d, b >= c, b >= d, c >= d
+    kept = torch.stack((_two(ab, ac, ad), _two(~ab, bc, bd), _two(~ac, ~bc, cd), _two(~ad, ~bd, ~cd)), -1).flatten(-2)
+    return padded.where(kept, 0)[..., : h.shape[-1]]
+
+
+def _two(first: Tensor, second: Tensor, third: Tensor) -> Tensor:
+    """Where at least two of three hold."""
+    return (first & second) | (third & (first | second))
+
+
+def squared_relu_linear(
+    u: Tensor, gate: Tensor | None, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, keep_two: bool
+) -> Tensor:
+    """`F.linear` on a squared ReLU.
+
+    Args:
+        u: (..., in_features).
+        gate: Shape and dtype of u, or None.
+        weight: (out_features, in_features), dtype of u; or float8_e4m3fn, with scales.
+        weight_scale: (out_features, 1) or one element, float; or None.
+        bias: (out_features,), dtype of u, or None.
+        keep_two: Whether only two of every four values after the squared ReLU are multiplied.
+
+    Returns:
+        y: (..., out_features), dtype of u.
+    """
+    return torch.nn.functional.linear(squared_relu(u, gate, keep_two), widened(weight, weight_scale, u.dtype), bias)
+
+
+def linear_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` on a dense weight of float8, in the dtype of x, which is not rounded.
+
+    Args:
+        x: (..., in_features).
+        weight: (out_features, in_features), float8_e4m3fn.
+        weight_scale: (out_features, 1) or one element, float.
+        bias: (out_features,), dtype of x, or None.
+
+    Returns:
+        y: (..., out_features), dtype of x.
+    """
+    return torch.nn.functional.linear(x, widened(weight, weight_scale, x.dtype), bias)
+
+
+def widened(weight: Tensor, weight_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A dense weight that may be of 8 bits, in a dtype."""
+    return weight if weight_scale is None else dequantize(weight, weight_scale).to(dtype)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.utils import logging
 
 from hf_sparse24.pruning.blocks import evaluating, run_model
@@ -20,6 +19,7 @@ from hf_sparse24.pruning.calibration import WINDOW, Batch, make_batches
 from hf_sparse24.pruning.masks import keep_masks
 
 BETAS, CLIP, LAST_RATE = (0.9, 0.95), 1.0, 0.02
+TOKENS_AT_ONCE = 512
 
 
 @dataclass
@@ -166,7 +166,7 @@ def _distance(found: Any, expected: Any, mask: Tensor | None) -> Tensor:
     """The mean over tokens that count."""
     if hasattr(found, "logits"):
         student, dense = found.logits.flatten(0, -2), expected.logits.to(found.logits.device).flatten(0, -2)
-        by_token = F.kl_div(student.float().log_softmax(-1), dense.float().log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        by_token = _Divergence.apply(student, dense)
     else:
         student, dense = (output.last_hidden_state.float().flatten(0, -2) for output in (found, expected))
         by_token = (student - dense).square().sum(-1) / dense.square().sum(-1)
@@ -174,6 +174,31 @@ def _distance(found: Any, expected: Any, mask: Tensor | None) -> Tensor:
         counted = mask.flatten().to(by_token)
         return (by_token * counted).sum() / counted.sum()
     return by_token.mean()
+
+
+class _Divergence(torch.autograd.Function):
+    """KL(dense || student) of each token's predictions, (tokens,), float32, from two (tokens, vocabulary) logits.
+
+    The gradient, the difference of the two distributions, is found on the way: some tokens at a time, so that the only thing as
+    large as the logits is that gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, dense: Tensor) -> Tensor:
+        losses, difference = student.new_empty(len(student), dtype=torch.float32), torch.empty_like(student)
+        for start in range(0, len(student), TOKENS_AT_ONCE):
+            part = slice(start, start + TOKENS_AT_ONCE)
+            own, other = (logits[part].float().log_softmax(-1) for logits in (student, dense))
+            expected = other.exp()
+            losses[part] = (other.sub_(own).mul_(expected)).sum(-1)
+            difference[part] = own.exp_().sub_(expected)
+        ctx.save_for_backward(difference)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (difference,) = ctx.saved_tensors
+        return difference * grad[:, None].to(difference.dtype), None
 
 
 def _cosine(progress: float) -> float:

@@ -8,6 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_sparse24 import distill, prune
 from hf_sparse24.pruning import sample_windows, stored_masks
+from hf_sparse24.pruning.distill import TOKENS_AT_ONCE, _Divergence
 from tests.pruning.test_masks import is_kept
 from tests.pruning.test_one_shot import IDS, build
 
@@ -115,3 +116,20 @@ def test_a_model_writes_without_dropout_in_training_too():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, bos_token_id=3, eos_token_id=1)).eval()
     expected = sample_windows(model, 4, 12)
     assert torch.equal(sample_windows(model.train(), 4, 12), expected) and model.training
+
+
+def test_the_divergence_and_its_gradient_are_those_of_kl_div():
+    """Over more tokens than are taken at once."""
+    torch.manual_seed(0)
+    student, dense, weights = (
+        torch.randn(TOKENS_AT_ONCE + 90, 50, requires_grad=True),
+        torch.randn(TOKENS_AT_ONCE + 90, 50),
+        torch.rand(TOKENS_AT_ONCE + 90),
+    )
+    exact = student.detach().double().requires_grad_()
+    expected = torch.nn.functional.kl_div(exact.log_softmax(-1), dense.double().log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    found = _Divergence.apply(student, dense)
+    torch.testing.assert_close(found, expected.float())
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(student.grad, exact.grad.float())
