@@ -36,6 +36,11 @@ EARLIER_WORK = [(9216, 7168), (7168, 7168), (40960, 7168), (7168, 20480)]  # q/k
 ROWS = list(matmul.ROWS)
 FEW_ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096]
 WALK_BYTES = 130e6
+# Rows of x -> what the geometric mean over MAIN should reach, up to the next number of rows.
+TARGETS = {
+    "fp8": {1: 2.6, 32: 2.5, 64: 2.3, 128: 1.8, 256: 1.6, 512: 1.8, 1024: 1.9, 4096: 2.3},
+    "int4-g128": {1: 3.3, 32: 2.7, 64: 2.0, 128: 1.3, 256: 1.0, 1024: 1.1, 4096: 1.2},
+}
 # name -> dtype of values, or bits in Marlin's order; whether scales are for groups; the dtype of x and of the dense peer
 FORMS: dict[str, tuple[Any, bool, torch.dtype]] = {
     "fp8": (torch.float8_e4m3fn, False, torch.bfloat16),
