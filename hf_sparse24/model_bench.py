@@ -17,6 +17,7 @@ from hf_sparse24.bench import DEVICE, LLAMA_8B, Cell, Copies, environment, measu
 from hf_sparse24.chart import draw_speedups
 from hf_sparse24.checkpoint import PackedSlice
 from hf_sparse24.config import Sparse24Config
+from hf_sparse24.integration.quantizer import prepare_kernels
 from hf_sparse24.kernels.dispatch import DTYPES, SPARSE24, why_not_kept
 from hf_sparse24.linear import PackedLinear
 from hf_sparse24.modules import packable_modules, packed_layers
@@ -172,6 +173,7 @@ def _report(model: str | None, dtype: torch.dtype, kinds: Mapping[LayerKind, Any
     found = []
     for kind, source in logging.tqdm(kinds.items(), desc="Measuring layers"):
         copies = Copies.random(kind.n, kind.k, dtype) if source is None else Copies.of(_load(source, dtype), dtype)
+        prepare_kernels({kind.label: copies.layers[0]}, dtype)
         cells = tuple(measure(copies, m) for m in rows)
         tensors = [*copies.layers[0].parameters(), *copies.layers[0].buffers()]
         found.append(Measured(kind, cells, sum(tensor.nbytes for tensor in tensors), copies.dense[0].nbytes))
