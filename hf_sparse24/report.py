@@ -21,7 +21,7 @@ from transformers.utils import logging
 from hf_sparse24.checkpoint import Checkpoint, PackedSlice, as_dense, find_packed, open_checkpoint, read_json, size_bytes
 from hf_sparse24.config import DenseSparsityConfig, ParsedConfig, parse_config
 from hf_sparse24.conversion import skeleton
-from hf_sparse24.errors import CheckpointError
+from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.integration.load import why_unpacked
 from hf_sparse24.integration.quantizer import checkpoint_names, complete_scheme, place_packed_layers
 from hf_sparse24.kernel_report import KernelsReport, explain_layers
@@ -111,10 +111,10 @@ def inspect_folder(path_or_repo_id: str | Path, **hub_kwargs: Any) -> FolderRepo
     with open_checkpoint(local_folder(path_or_repo_id, **hub_kwargs)) as checkpoint:
         parsed, packed = _find(checkpoint)
         dense = as_dense(checkpoint.tensors, packed)
-        modules, on_load, kernels = _outcomes(checkpoint, parsed, packed, list(dense))
-        errors = _pruning_errors(checkpoint.path / PRUNE_REPORT)
+        owners, on_load, kernels = _outcomes(checkpoint, parsed, packed, list(dense))
+        errors = _pruning_errors(checkpoint.path / PRUNE_REPORT, {name: owner for name, (owner, _) in owners.items()})
         reading = logging.tqdm(dense.items(), desc="Reading weights")
-        weights = tuple(_describe(name, value, modules.get(name, ""), on_load[name], errors.get(name)) for name, value in reading)
+        weights = tuple(_describe(name, value, owners[name][1], on_load[name], errors.get(name)) for name, value in reading)
         names = checkpoint.config.get("architectures")
         return FolderReport(
             path=str(path_or_repo_id),
@@ -226,8 +226,8 @@ def _describe(name: str, value: Any, module: str, on_load: OnLoad, pruning_error
     )
 
 
-def _pruning_errors(file: Path) -> dict[str, float]:
-    """Weight -> error, as `PruneReport.to_dict` has it; nothing if there is no such file.
+def _pruning_errors(file: Path, owners: Mapping[str, str]) -> dict[str, float]:
+    """Weight -> error, as `PruneReport.to_dict` has it by module; nothing if there is no such file.
 
     Raises:
         CheckpointError: It is not one that `prune` wrote.
@@ -235,9 +235,12 @@ def _pruning_errors(file: Path) -> dict[str, float]:
     if not file.exists():
         return {}
     try:
-        return {f"{layer['name']}.weight": float(layer["relative_error"]) for layer in read_json(file)["layers"]}
+        errors = {str(layer["name"]): float(layer["relative_error"]) for layer in read_json(file)["layers"]}
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: not a report of hf-sparse24 prune ({type(error).__name__}: {error}): move it elsewhere") from None
+    if strangers := errors.keys() - set(owners.values()):
+        warn(f"{file}: {len(strangers)} of its {len(errors)} layers are not in this checkpoint, such as {min(strangers)}")
+    return {name: errors[owner] for name, owner in owners.items() if owner in errors and name.endswith(".weight")}
 
 
 # ---- what loading will do ------------------------------------------------------------------------------------------------
@@ -245,27 +248,28 @@ def _pruning_errors(file: Path) -> dict[str, float]:
 
 def _outcomes(
     checkpoint: Checkpoint, parsed: ParsedConfig, packed: Mapping[str, PackedSlice], names: list[str]
-) -> tuple[dict[str, str], dict[str, OnLoad], KernelsReport | None]:
-    """Module class, and what becomes of it, by weight; and what multiplies by the layers that can stay packed."""
+) -> tuple[dict[str, tuple[str, str]], dict[str, OnLoad], KernelsReport | None]:
+    """By weight, its module's name and class, and what becomes of it; and what multiplies by the layers that can stay packed."""
+    unknown = {name: (name.rpartition(".")[0], "") for name in names}
     stock = "quantised by another method, which Transformers opens"
     others = parsed.quantized and (parsed.sparsity is None or isinstance(parsed.sparsity, DenseSparsityConfig))
     if others or (parsed.sparsity is None and "quantization_config" in checkpoint.config):
-        return {}, dict.fromkeys(names, OnLoad("other", stock, False)), None
+        return unknown, dict.fromkeys(names, OnLoad("other", stock, False)), None
     try:
         model = skeleton(checkpoint)
     except ValueError as error:
-        unknown = OnLoad("other", str(error), False)
-        return {}, {name: unknown if name in packed else OnLoad("dense", "stored dense", False) for name in names}, None
-    owners = {name: (target.rpartition(".")[0], merged) for name, (target, merged) in checkpoint_names(model, names).items()}
+        other = OnLoad("other", str(error), False)
+        return unknown, {name: other if name in packed else OnLoad("dense", "stored dense", False) for name in names}, None
+    targets = {name: target.rpartition(".")[0] for name, (target, _) in checkpoint_names(model, names).items()}
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
-    modules = {name: classes.get(owner, "") for name, (owner, _) in owners.items()}
+    owners = unknown | {name: (owner, classes.get(owner, "")) for name, owner in targets.items()}
     kept, left_dense = _place(model, parsed, packed)
     why = _why_unpacked(parsed)
     outcomes = dict.fromkeys(names, OnLoad("dense", "stored dense", False))
     outcomes |= {name: OnLoad("dense", reason, False) for name, reason in left_dense.items()}
     outcomes |= dict.fromkeys(kept, OnLoad("packed" if why is None else "dense", why or "packed layers are faster here", True))
     layers = packed_layers(model)
-    return modules, outcomes, explain_layers(layers, _dtype(checkpoint.config)) if layers else None
+    return owners, outcomes, explain_layers(layers, _dtype(checkpoint.config)) if layers else None
 
 
 def _place(model: PreTrainedModel, parsed: ParsedConfig, packed: Mapping[str, PackedSlice]) -> tuple[dict[str, str], dict[str, str]]:

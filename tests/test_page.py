@@ -9,13 +9,13 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from hf_sparse24 import CheckpointError, Sparse24Config
+from hf_sparse24 import CheckpointError, Sparse24Config, prune
 from hf_sparse24.cli import main
 from hf_sparse24.kernel_report import ROWS, explain_layers
 from hf_sparse24.kernels import dispatch
 from hf_sparse24.page import MASK_COLUMNS, MASK_ROWS, draw_mask, read_mask, render_page
 from hf_sparse24.report import PRUNE_REPORT, inspect_folder
-from tests.models import llama, load_kept, packed_layer, two_of_four
+from tests.models import FAMILIES, llama, load_kept, packed_layer, two_of_four
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -170,6 +170,22 @@ def test_the_error_of_pruning_is_shown_if_its_report_lies_beside(folder, no_gpu)
     rows = {row[0]: row for row in page.rows if row}
     assert rows["model.layers.1.mlp.up_proj.weight"][-2] == "0.1100" and rows["model.layers.1.self_attn.q_proj.weight"][-2] == "-"
     assert page.tags.count("polyline") == 2 and "relative error by block" in page.text
+
+
+def test_the_report_of_another_model_is_noticed(folder):
+    layers = [{"name": name, "relative_error": 0.1} for name in ("model.layers.0.mlp.up_proj", "model.layers.7.mlp.up_proj")]
+    (folder / PRUNE_REPORT).write_text(json.dumps({"layers": layers}))
+    with pytest.warns(UserWarning, match=r"1 of its 2 layers are not in this checkpoint, such as model\.layers\.7\.mlp\.up_proj"):
+        inspect_folder(folder)
+
+
+def test_errors_find_their_weights_where_names_in_files_differ(tmp_path):
+    model = FAMILIES["llava"].build()
+    report = prune(model, method="magnitude")
+    model.save_pretrained(tmp_path, sparsity_config=Sparse24Config())
+    (tmp_path / PRUNE_REPORT).write_text(report.to_json())
+    shown = [weight for weight in inspect_folder(tmp_path).weights if weight.pruning_error is not None]
+    assert len(shown) == len(report.layers) > 0
 
 
 @pytest.mark.parametrize("content", ['{"layers": [{"name": "a"}]}', "[]", '{"layers": 3}', "{"])
