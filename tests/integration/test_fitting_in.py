@@ -89,9 +89,18 @@ def test_transformers_serve_answers(folder, tmp_path):
             time.sleep(0.5)
         assert server.poll() is None, (tmp_path / "log").read_text()
         answer = json.load(urllib.request.urlopen(request, timeout=120))
+        # The client, without us; offline it would not even talk to this machine.
+        online = {**environment, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://localhost:9"}
+        client = [sys.executable, "-m", "transformers.cli.transformers", "chat", str(folder), f"http://localhost:{port}/v1"]
+        chat = subprocess.run(
+            [*client, "max_new_tokens=5", "do_sample=False"],
+            input=f"{PROMPT}\nN\n!exit\n", env=online, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
     prompt = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")
     tokens = load_kept(folder).generate(**prompt, max_new_tokens=5, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert answer["choices"][0]["message"]["content"].split() == AutoTokenizer.from_pretrained(folder).decode(tokens).split()
+    said = AutoTokenizer.from_pretrained(folder).decode(tokens).split()
+    assert answer["choices"][0]["message"]["content"].split() == said
+    assert chat.returncode == 0 and " ".join(said) in " ".join(chat.stdout.split()), chat.stdout + chat.stderr
 
 
 def _is_open(port: int) -> bool:
