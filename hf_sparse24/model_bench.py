@@ -21,6 +21,7 @@ from hf_sparse24.integration.quantizer import prepare_kernels
 from hf_sparse24.kernels.dispatch import DTYPES, SPARSE24, why_not_kept
 from hf_sparse24.linear import PackedLinear
 from hf_sparse24.modules import packable_modules, packed_layers
+from hf_sparse24.quantized_linear import Marlin24Linear
 from hf_sparse24.report import open_model, show_bytes
 from hf_sparse24.table import render_columns
 
@@ -37,11 +38,13 @@ class LayerKind:
     names: tuple[str, ...]
     """Of the modules; none of a model that is not there."""
     count: int = 1
+    form: str | None = None
+    """Of a quantised weight, as `benchmarks/quantized.py` calls it: fp8, int8, int4-g128, int4-channel, ..."""
 
     @property
     def label(self) -> str:
         """`4096 x 14336`, and the format if it is not the usual one."""
-        return f"{self.n} x {self.k}" + ("" if self.format == SPARSE24 else f" {self.format}")
+        return f"{self.n} x {self.k}" + ("" if self.format == SPARSE24 else f" {self.form or self.format}")
 
 
 @dataclass(frozen=True)
@@ -71,15 +74,13 @@ class BenchReport:
         return [f"{found.kind.label}, {cell.m} rows: {cell.failure}" for found in self.layers for cell in found.cells if cell.failure]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        layers = [
-            {**asdict(found.kind), "packed_bytes": found.packed_bytes, "dense_bytes": found.dense_bytes}
-            | {"cells": [cell.to_dict() for cell in found.cells]}
-            for found in self.layers
-        ]
+        """Plain data, for JSON: `cells` as those of `benchmarks/matmul.py` and `benchmarks/quantized.py`."""
+        layers = [{**asdict(found.kind), "packed_bytes": found.packed_bytes, "dense_bytes": found.dense_bytes} for found in self.layers]
+        forms = [{"form": found.kind.form} if found.kind.form else {} for found in self.layers]
+        cells = [{**form, **cell.to_dict()} for form, found in zip(forms, self.layers, strict=True) for cell in found.cells]
         totals = [{"m": m, "us": round(ours, 3), "dense_us": round(dense, 3)} for m, ours, dense in totals_us(self)]
-        head = {"model": self.model, "dtype": self.dtype, "environment": self.environment, "notes": list(self.notes)}
-        return {**head, "layers": layers, "totals": totals}
+        head = {"benchmark": "bench", "model": self.model, "dtype": self.dtype, "environment": self.environment, "notes": list(self.notes)}
+        return {**head, "layers": layers, "cells": cells, "totals": totals}
 
     def to_svg(self) -> str:
         """The chart: speed-up over rows of x, a line for each kind of layer.
@@ -144,9 +145,15 @@ def packed_kinds(
         if reason := why_not_kept(format):
             notes.append(f"{len(names)} layers of {n} x {k} are left out: {reason}")
             continue
-        kind = LayerKind(n, k, format, tuple(kept[name] for name in names), len(names))
-        kinds[kind] = layers[kept[names[0]]], packed[names[0]]
+        first = layers[kept[names[0]]]
+        kinds[LayerKind(n, k, format, tuple(kept[name] for name in names), len(names), _form(first))] = first, packed[names[0]]
     return kinds
+
+
+def _form(layer: PackedLinear) -> str | None:
+    if isinstance(layer, Marlin24Linear):
+        return f"int{layer.num_bits}-{'g128' if layer.tensors[2].shape[0] > 1 else 'channel'}"
+    return {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(layer.values.dtype)
 
 
 def dense_kinds(model: Any) -> list[LayerKind]:
