@@ -5,7 +5,7 @@
 Times are microseconds of a call in a CUDA graph that walks over weights beyond the L2, of layers as they are after loading, the
 rounding of x included where the path rounds it; `kernel_us` is the kernel alone on rows that are rounded already.  Each result is
 checked, element by element, before it is timed.  `--earlier-work` takes the shapes of a 34B model that an earlier work was
-measured on.  The helpers are those of matmul.py.
+measured on.  Measured by the functions of hf_sparse24/bench.py.
 """
 
 import argparse
@@ -23,20 +23,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_sparse24 import bench
 from hf_sparse24.compressors.marlin24 import order_scales, pack_integers
-from hf_sparse24.kernels import dispatch, reference
+from hf_sparse24.kernels import dispatch
 from hf_sparse24.kernels.sparse_mma import WeightAt, WgmmaSp
 from hf_sparse24.quantized_linear import Marlin24Linear, QuantizedSparse24Linear
 
 ROOT = Path(__file__).parents[1]
-DEVICE = matmul.DEVICE
-MAIN = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)]
-UNTUNED = [(1024, 4096), (128256, 4096), (18944, 3584), (576, 1536)]
+DEVICE = bench.DEVICE
+MAIN, UNTUNED = matmul.MAIN, matmul.UNTUNED
 EARLIER_WORK = [(9216, 7168), (7168, 7168), (40960, 7168), (7168, 20480)]  # q/k/v, o, gate/up, down of hidden 7168, 56 and 8 heads
-ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+ROWS = list(matmul.ROWS)
 FEW_ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096]
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 WALK_BYTES = 130e6
+# Rows of x -> what the geometric mean over MAIN should reach, up to the next number of rows.
+TARGETS = {
+    "fp8": {1: 2.6, 32: 2.5, 64: 2.3, 128: 1.8, 256: 1.6, 512: 1.8, 1024: 1.9, 4096: 2.3},
+    "int4-g128": {1: 3.3, 32: 2.7, 64: 2.0, 128: 1.3, 256: 1.0, 1024: 1.1, 4096: 1.2},
+}
 # name -> dtype of values, or bits in Marlin's order; whether scales are for groups; the dtype of x and of the dense peer
 FORMS: dict[str, tuple[Any, bool, torch.dtype]] = {
     "fp8": (torch.float8_e4m3fn, False, torch.bfloat16),
@@ -64,7 +68,7 @@ def main() -> None:
     shapes = EARLIER_WORK if arguments.earlier_work else MAIN
     jobs = [(name, shape) for name in arguments.forms for shape in shapes if not arguments.earlier_work or FORMS[name][2] == torch.float16]
     jobs += [("fp8", shape) for shape in UNTUNED if arguments.untuned]
-    result: dict[str, Any] = {"benchmark": "quantized", "environment": matmul.environment(arguments.commit), "cells": [], "skipped": []}
+    result: dict[str, Any] = {"benchmark": "quantized", "environment": matmul.made_on(arguments.commit), "cells": [], "skipped": []}
     if arguments.out.exists():
         earlier = json.loads(arguments.out.read_text())["cells"]
         result["cells"] = [cell for cell in earlier if (cell["form"], (cell["n"], cell["k"])) not in jobs]
@@ -92,9 +96,9 @@ def measure(name: str, n: int, k: int, stop: float, rows: list[int]) -> list[dic
     copies = max(2, int(WALK_BYTES / (n * k * (0.39 if values == 4 else 0.625))) + 1)
     make = marlin_layer if isinstance(values, int) else layer_8bit
     layers = [make(n, k, values, grouped, dtype, seed) for seed in range(copies)]
-    exact = [dense_of(layers[0]), dense_of(layers[-1])]
+    exact = [bench.exact_weight(layers[0]), bench.exact_weight(layers[-1])]
     num_dense = max(2, int(WALK_BYTES / (n * k * 2)) + 1)
-    dense = [(exact[0] if i == 0 else dense_of(layers[i])).to(dtype) for i in range(min(num_dense, copies))]
+    dense = [(exact[0] if i == 0 else bench.exact_weight(layers[i])).to(dtype) for i in range(min(num_dense, copies))]
     records = []
     for m in rows:
         if time.monotonic() > stop:
@@ -118,12 +122,11 @@ def measure_cell(
 ) -> None:
     """Check, then time."""
     n, k = exact[0].shape
-    x = matmul.random_x(m, k, dtype)
-    record["path"] = path_of(layers[0], m, dtype)
-    rounds = record["path"] == "wgmma_sp"
-    seen = rounded(x, values) if rounds else x.float()
-    tolerance = 2**-8 if rounds or record["path"] != "mma_sp" else None
-    record["error"] = round(error_of(layers[0](x), seen, exact[0], dtype, tolerance), 4)
+    x = bench.random_x(m, k, dtype)
+    choice = layers[0].explain(m, dtype)
+    record["path"], rounds = choice.path, choice.path == "wgmma_sp"
+    seen, tolerance = bench.x_as_seen(layers[0], choice, x), bench.tolerance_of(layers[0], choice, dtype)
+    record["error"] = bench.error_of(layers[0](x), seen, exact[0], tolerance)
     if record["error"] > 1:
         record["failure"] = "wrong result"
         return
@@ -135,8 +138,8 @@ def measure_cell(
     if values == torch.float8_e4m3fn and n % 16 == 0:
         calls += dense_fp8(dense, x)
         names += ["dense_fp8_us", "dense_fp8_rounding_us"]
-    times = matmul.time_side_by_side(calls, len(layers), n * k * m > matmul.BIG)
-    record["graph_error"] = round(error_of(times[0].output, seen, exact[1], dtype, tolerance), 4)
+    times = bench.time_side_by_side(calls, len(layers), n * k * m > bench.BIG)
+    record["graph_error"] = bench.error_of(times[0].output, seen, exact[1], tolerance)
     if record["graph_error"] > 1:
         record["failure"] = "wrong result in a graph"
         return
@@ -163,8 +166,8 @@ def means(cells: list[dict[str, Any]], shapes: list[tuple[int, int]]) -> list[di
 
 def layer_8bit(n: int, k: int, values: torch.dtype, grouped: bool, dtype: torch.dtype, seed: int) -> nn.Module:
     """As a checkpoint has it: a scale for each row, activations rounded for each token."""
-    _, compressed, bitmask = matmul.random_24(n, k, torch.bfloat16, seed)
-    scale = compressed.float().abs().amax(1, keepdim=True) / LARGEST[values]
+    _, compressed, bitmask = bench.random_24(n, k, torch.bfloat16, seed)
+    scale = compressed.float().abs().amax(1, keepdim=True) / bench.LARGEST[values]
     quantised = compressed.float() / scale
     quantised = quantised.round().to(values) if values == torch.int8 else quantised.to(values)
     parts = {"compressed": quantised, "bitmask": bitmask, "weight_scale": scale, "shape": torch.tensor([[n], [k]])}
@@ -177,7 +180,7 @@ def marlin_layer(n: int, k: int, num_bits: int, grouped: bool, dtype: torch.dtyp
     """Random integers of each size; one weight is packed for all seeds, whose rows it takes in another order."""
     if (n, k, num_bits, grouped) not in _PACKED:
         _PACKED.clear()
-        dense, _, _ = matmul.random_24(n, k, torch.float32, 0)
+        dense, _, _ = bench.random_24(n, k, torch.float32, 0)
         half = 2 ** (num_bits - 1)
         integers = (dense / dense.abs().max() * half).round().clamp(-half, half - 1).to(torch.int8)
         _PACKED[n, k, num_bits, grouped] = pack_integers(integers, num_bits)
@@ -193,41 +196,6 @@ def marlin_layer(n: int, k: int, num_bits: int, grouped: bool, dtype: torch.dtyp
 
 
 _PACKED: dict[Any, tuple[Tensor, Tensor]] = {}
-
-
-def dense_of(layer: Any) -> Tensor:
-    """What is stored, in float32."""
-    if isinstance(layer, Marlin24Linear):
-        packed, meta, scale = layer.tensors
-        return reference.dequantize_marlin24(packed, meta, scale.float(), layer.num_bits, layer.scales_permuted)
-    return reference.dequantize_8bit(layer.compressed, layer.bitmask, layer.weight_scale, layer.in_features)
-
-
-def path_of(layer: Any, m: int, dtype: torch.dtype) -> str:
-    """What the layer runs for m rows of x."""
-    n, k, device = layer.out_features, layer.in_features, torch.device("cuda", 0)
-    if isinstance(layer, Marlin24Linear):
-        grouped = layer.tensors[2].shape[0] > 1
-        return dispatch.choose_marlin24(n, k, m, dtype, device, num_bits=layer.num_bits, grouped=grouped).path
-    return dispatch.choose(n, k, m, dtype, device, values=layer.compressed.dtype, quantize_x=layer.quantize_x).path
-
-
-def rounded(x: Tensor, values: torch.dtype) -> Tensor:
-    """x in 8 bits and back, in float32."""
-    scale = x.float().abs().amax(1, keepdim=True) / torch.tensor(LARGEST[values], device=x.device)
-    quantised = x.float() * (1 / scale)
-    return (quantised.round().clamp(-127, 127) if values == torch.int8 else quantised.to(values).float()) * scale
-
-
-def error_of(y: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype, tolerance: float | None) -> float:
-    """The largest error of an element, over what is allowed; 1e9 for NaN."""
-    worst = 0.0
-    for first in range(0, len(x), 1024):
-        rows = x[first : first + 1024]
-        bound = rows.abs() @ weight.abs().T * (tolerance or matmul.TOLERANCE[dtype])
-        error = (y[first : first + 1024].float() - rows @ weight.T).abs() / bound
-        worst = max(worst, error.nan_to_num(1e9).max().item())
-    return worst
 
 
 def alone(layers: list[Any], x: Tensor, values: torch.dtype) -> Callable[[int], Any]:

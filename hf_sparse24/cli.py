@@ -71,8 +71,14 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = add("inspect", _inspect, "say what is sparse, how it is stored, and what loading makes of it here")
     inspect.add_argument("dir", help="checkpoint folder, or repository on the Hub")
+    inspect.add_argument("--html", type=Path, metavar="FILE", help="write it as a page that needs nothing else, with kernels and reasons")
+    inspect.add_argument("--mask", metavar="LAYER", help="with --html: whose mask is shown (default: the first layer that is 2:4)")
 
     add_commands(add)
+    bench = add("bench", _bench, "measure what the layers of a model gain on the GPU of this machine, and what they lose")
+    bench.add_argument("model", nargs="?", help="checkpoint folder, or repository on the Hub (default: the sizes of an 8B Llama)")
+    bench.add_argument("--rows", type=_positive, nargs="+", help="of x, tokens computed at once (default: 1 4 16 64 256 1024 4096)")
+    bench.add_argument("--chart", type=Path, metavar="FILE", help="draw the speed-ups: FILE.svg")
     add("doctor", _doctor, "say what is installed, and which kernels run on which device here, and why others do not")
     return parser
 
@@ -137,9 +143,26 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     from hf_sparse24.report import inspect_folder, render_table
 
+    if arguments.mask and not arguments.html:
+        raise ValueError("--mask is shown on the page: give --html FILE, too")
     report = inspect_folder(arguments.dir)
+    if arguments.html:
+        from hf_sparse24.page import default_mask_layer, read_mask, render_page
+
+        layer = arguments.mask or default_mask_layer(report)
+        arguments.html.write_text(render_page(report, read_mask(arguments.dir, layer) if layer else None), encoding="utf-8")
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else render_table(report))
     return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from hf_sparse24.model_bench import DEFAULT_ROWS, bench_model, render_bench
+
+    report = bench_model(arguments.model, arguments.rows or DEFAULT_ROWS)
+    if arguments.chart:
+        arguments.chart.write_text(report.to_svg(), encoding="utf-8")
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else render_bench(report))
+    return 1 if report.failures else 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from transformers.utils import logging
 
 from hf_sparse24.compressors import BaseCompressor, PackedTensorError, Sparse24Compressor, SparseBitmaskCompressor
 from hf_sparse24.compressors.base import Spec, specs_of
+from hf_sparse24.errors import get_logger
 from hf_sparse24.kernels import dispatch, ops
 from hf_sparse24.kernels.cusparselt import CusparseltError, CusparseltWeight
 from hf_sparse24.projection_group import SHARED, ProjectionGroup
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 # Parts that hold sizes.
 SHAPE_PARTS = ("shape", "weight_shape")
 
@@ -209,6 +209,20 @@ class PackedLinear(nn.Linear):
         """The weight as a read-only tensor."""
         return PackedWeight((self.out_features, self.in_features), self.dense_dtype, self.values.device, self.unpack)
 
+    def explain(self, rows: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> dispatch.Choice[Any]:
+        """Which path multiplies by this layer's weight, and why each other does not.
+
+        Args:
+            rows: Of x.
+            dtype: Of x; that of the weight if None.
+            device: Where the layer would be moved; where it is if None.
+        """
+        where = dispatch.with_index(torch.device(device) if device is not None else self.values.device)
+        return self._choose(rows, dtype or self.dense_dtype, where, moved=device is not None)
+
+    def _choose(self, rows: int, dtype: torch.dtype, device: torch.device, moved: bool) -> dispatch.Choice[Any]:
+        return dispatch.Choice("unpack", None, {"any kernel": f"there is none for {self.compressor.format}"})
+
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features), by unpacking: subclasses know better."""
         return nn.functional.linear(x, self.unpack().to(x.dtype), self.bias)
@@ -318,6 +332,11 @@ class Sparse24Linear(SparseLinear):
         if self.group is not None and (y := self.group.columns_of(self.index_in_group, x)) is not None:
             return y
         return super().forward(x)
+
+    def _choose(self, rows: int, dtype: torch.dtype, device: torch.device, moved: bool) -> dispatch.Choice[Any]:
+        # Moving to a GPU calls `prepare`.
+        has_metadata = dispatch.why_not("cusparselt", device, dtype) is None if moved else self.metadata is not None
+        return dispatch.choose(self.out_features, self.in_features, rows, dtype, device, has_metadata)
 
     def prepare(self) -> str | None:
         """Put cuSPARSELt's metadata behind the values, for products with many rows; takes two dense weights for a moment.

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers.utils import logging
 
+from hf_sparse24.errors import get_logger
 from hf_sparse24.kernels import dispatch, ops, plans
 from hf_sparse24.kernels.cusparselt import CusparseltError, CusparseltWeight
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 SHARED = ("compressed", "bitmask", "bias")
 _APART = "{} do not all read the same input: they are multiplied one by one from now on"
 _INFERENCE_MODE = "fused projections multiply one by one in torch.inference_mode, where changes of x are not counted: use torch.no_grad"

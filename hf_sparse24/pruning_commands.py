@@ -49,6 +49,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
 
 def _prune(arguments: argparse.Namespace) -> int:
     from hf_sparse24 import Sparse24Config, SparseBitmaskConfig, distill, prune
+    from hf_sparse24.report import PRUNE_REPORT
 
     if arguments.calibration is None and (arguments.method != "magnitude" or arguments.distill_minutes):
         raise ValueError("give --calibration FILE, or --method magnitude, which looks at no data and is by far the worst")
@@ -82,6 +83,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     packed = Sparse24Config if report.pattern == "2:4" else SparseBitmaskConfig
     model.save_pretrained(arguments.out, sparsity_config=packed(targets=arguments.targets, ignore=[*arguments.ignore, *report.left_dense]))
     tokenizer.save_pretrained(arguments.out)
+    (arguments.out / PRUNE_REPORT).write_text(report.to_json())
     if arguments.report:
         render = {".json": report.to_json, ".svg": report.to_svg, ".txt": report.__str__}[arguments.report.suffix]
         arguments.report.write_text(render())

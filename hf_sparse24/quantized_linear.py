@@ -24,7 +24,7 @@ from hf_sparse24.compressors import (
 )
 from hf_sparse24.compressors.base import Spec
 from hf_sparse24.compressors.pack_quantized import unpack_words
-from hf_sparse24.kernels import ops
+from hf_sparse24.kernels import dispatch, ops
 from hf_sparse24.linear import PackedLinear
 from hf_sparse24.quantization import QuantizationScheme, dequantize
 
@@ -89,6 +89,10 @@ class QuantizedSparse24Linear(QuantizedLinear):
         """The dequantised weight (out_features, in_features), dtype of weight_scale."""
         return ops.dequantize_8bit(self.compressed, self.bitmask, self.weight_scale, self.in_features)
 
+    def _choose(self, rows: int, dtype: torch.dtype, device: torch.device, moved: bool) -> dispatch.Choice[Any]:
+        options: dict[str, Any] = {"values": self.values.dtype, "quantize_x": self.quantize_x}
+        return dispatch.choose(self.out_features, self.in_features, rows, dtype, device, **options)
+
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         parameters: dict[str, Any] = self._parameters
         packed = parameters["compressed"], parameters["bitmask"], parameters["weight_scale"]
@@ -99,6 +103,9 @@ class QuantizedSparseBitmaskLinear(QuantizedSparse24Linear):
     """A layer with a weight of 8 bits that has zeros anywhere."""
 
     compressor: ClassVar[BaseCompressor] = QuantizedCompressor(SparseBitmaskCompressor())
+
+    def _choose(self, *problem: Any, **moved: Any) -> dispatch.Choice[Any]:
+        return QuantizedLinear._choose(self, *problem, **moved)
 
 
 class Marlin24Linear(QuantizedLinear):
@@ -126,6 +133,10 @@ class Marlin24Linear(QuantizedLinear):
     def unpack(self) -> Tensor:
         """The dequantised weight (out_features, in_features), float16."""
         return ops.dequantize_marlin24(*self.tensors, self.num_bits, self.scales_permuted)
+
+    def _choose(self, rows: int, dtype: torch.dtype, device: torch.device, moved: bool) -> dispatch.Choice[Any]:
+        options: dict[str, Any] = {"num_bits": self.num_bits, "grouped": self.tensors[2].shape[0] > 1}
+        return dispatch.choose_marlin24(self.out_features, self.in_features, rows, dtype, device, **options)
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return ops.linear_marlin24(x, *self.tensors, bias, self.num_bits, self.scales_permuted)

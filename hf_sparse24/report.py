@@ -5,27 +5,35 @@ The tensors are read one at a time; a packed weight is unpacked to be looked at,
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging
 
-from hf_sparse24.checkpoint import Checkpoint, PackedSlice, as_dense, find_packed, open_checkpoint, size_bytes
+from hf_sparse24.checkpoint import Checkpoint, PackedSlice, as_dense, find_packed, open_checkpoint, read_json, size_bytes
 from hf_sparse24.config import DenseSparsityConfig, ParsedConfig, parse_config
 from hf_sparse24.conversion import skeleton
+from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.integration.load import why_unpacked
-from hf_sparse24.integration.quantizer import checkpoint_names, place_packed_layers
+from hf_sparse24.integration.quantizer import checkpoint_names, complete_scheme, place_packed_layers
+from hf_sparse24.kernel_report import KernelsReport, explain_layers
 from hf_sparse24.model_compressor import local_folder
+from hf_sparse24.modules import packed_layers
 from hf_sparse24.pattern import structure
 from hf_sparse24.table import render_columns
 
 COLUMNS = ("weight", "module", "shape", "dtype", "stored as", "structure", "zeros", "bytes", "of dense", "on load")
 NUMERIC = {"zeros", "bytes", "of dense"}
+# What `hf-sparse24 prune` writes beside the weights: the error of each layer.
+PRUNE_REPORT = "prune_report.json"
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,8 @@ class WeightReport:
     stored_bytes: int
     dense_bytes: int
     on_load: OnLoad
+    pruning_error: float | None = None
+    """|(W - W') X|^2 / |W X|^2 as `prune` measured it, if PRUNE_REPORT lies in the folder."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,8 @@ class FolderReport:
     """What config.json says; the files decide."""
     sizes: Sizes
     weights: tuple[WeightReport, ...]
+    kernels: KernelsReport | None
+    """Of the layers that can stay packed; None if there are none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -99,9 +111,10 @@ def inspect_folder(path_or_repo_id: str | Path, **hub_kwargs: Any) -> FolderRepo
     with open_checkpoint(local_folder(path_or_repo_id, **hub_kwargs)) as checkpoint:
         parsed, packed = _find(checkpoint)
         dense = as_dense(checkpoint.tensors, packed)
-        modules, on_load = _outcomes(checkpoint, parsed, packed, list(dense))
+        owners, on_load, kernels = _outcomes(checkpoint, parsed, packed, list(dense))
+        errors = _pruning_errors(checkpoint.path / PRUNE_REPORT, {name: owner for name, (owner, _) in owners.items()})
         reading = logging.tqdm(dense.items(), desc="Reading weights")
-        weights = tuple(_describe(name, value, modules.get(name, ""), on_load[name]) for name, value in reading)
+        weights = tuple(_describe(name, value, owners[name][1], on_load[name], errors.get(name)) for name, value in reading)
         names = checkpoint.config.get("architectures")
         return FolderReport(
             path=str(path_or_repo_id),
@@ -109,7 +122,37 @@ def inspect_folder(path_or_repo_id: str | Path, **hub_kwargs: Any) -> FolderRepo
             format=parsed.sparsity.format if parsed.sparsity else None,
             sizes=_sizes(checkpoint, packed),
             weights=weights,
+            kernels=kernels,
         )
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A checkpoint, and its model without values, in which the layers that can stay packed are packed."""
+
+    checkpoint: Checkpoint
+    packed: dict[str, PackedSlice]
+    model: PreTrainedModel
+    kept: dict[str, str]
+    """Name of the weight -> module, of those layers."""
+
+
+@contextmanager
+def open_model(path_or_repo_id: str | Path, **hub_kwargs: Any) -> Iterator[OpenedModel]:
+    """Open a checkpoint to look at its layers; only headers are read.
+
+    Args:
+        path_or_repo_id: Folder, or repository on the Hub.
+        hub_kwargs: Those of `huggingface_hub.snapshot_download`.
+
+    Raises:
+        CheckpointError: The folder is damaged or in a form that cannot be read.
+        ValueError: Transformers has no class for the model.
+    """
+    with open_checkpoint(local_folder(path_or_repo_id, **hub_kwargs)) as checkpoint:
+        parsed, packed = _find(checkpoint)
+        model = skeleton(checkpoint)
+        yield OpenedModel(checkpoint, packed, model, _place(model, parsed, packed)[0])
 
 
 def measure_folder(path: str | Path) -> Sizes:
@@ -163,7 +206,7 @@ def _sizes(checkpoint: Checkpoint, packed: Mapping[str, PackedSlice]) -> Sizes:
     )
 
 
-def _describe(name: str, value: Any, module: str, on_load: OnLoad) -> WeightReport:
+def _describe(name: str, value: Any, module: str, on_load: OnLoad, pruning_error: float | None) -> WeightReport:
     tensor = value[...]
     found = structure(tensor)
     is_packed = isinstance(value, PackedSlice)
@@ -179,7 +222,25 @@ def _describe(name: str, value: Any, module: str, on_load: OnLoad) -> WeightRepo
         stored_bytes=value.stored_bytes if is_packed else tensor.nbytes,
         dense_bytes=tensor.nbytes,
         on_load=on_load,
+        pruning_error=pruning_error,
     )
+
+
+def _pruning_errors(file: Path, owners: Mapping[str, str]) -> dict[str, float]:
+    """Weight -> error, as `PruneReport.to_dict` has it by module; nothing if there is no such file.
+
+    Raises:
+        CheckpointError: It is not one that `prune` wrote.
+    """
+    if not file.exists():
+        return {}
+    try:
+        errors = {str(layer["name"]): float(layer["relative_error"]) for layer in read_json(file)["layers"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: not a report of hf-sparse24 prune ({type(error).__name__}: {error}): move it elsewhere") from None
+    if strangers := errors.keys() - set(owners.values()):
+        warn(f"{file}: {len(strangers)} of its {len(errors)} layers are not in this checkpoint, such as {min(strangers)}")
+    return {name: errors[owner] for name, owner in owners.items() if owner in errors and name.endswith(".weight")}
 
 
 # ---- what loading will do ------------------------------------------------------------------------------------------------
@@ -187,26 +248,42 @@ def _describe(name: str, value: Any, module: str, on_load: OnLoad) -> WeightRepo
 
 def _outcomes(
     checkpoint: Checkpoint, parsed: ParsedConfig, packed: Mapping[str, PackedSlice], names: list[str]
-) -> tuple[dict[str, str], dict[str, OnLoad]]:
-    """Module class, and what becomes of it, by weight."""
+) -> tuple[dict[str, tuple[str, str]], dict[str, OnLoad], KernelsReport | None]:
+    """By weight, its module's name and class, and what becomes of it; and what multiplies by the layers that can stay packed."""
+    unknown = {name: (name.rpartition(".")[0], "") for name in names}
     stock = "quantised by another method, which Transformers opens"
     others = parsed.quantized and (parsed.sparsity is None or isinstance(parsed.sparsity, DenseSparsityConfig))
     if others or (parsed.sparsity is None and "quantization_config" in checkpoint.config):
-        return {}, dict.fromkeys(names, OnLoad("other", stock, False))
+        return unknown, dict.fromkeys(names, OnLoad("other", stock, False)), None
     try:
         model = skeleton(checkpoint)
     except ValueError as error:
-        unknown = OnLoad("other", str(error), False)
-        return {}, {name: unknown if name in packed else OnLoad("dense", "stored dense", False) for name in names}
-    owners = {name: (target.rpartition(".")[0], merged) for name, (target, merged) in checkpoint_names(model, names).items()}
+        other = OnLoad("other", str(error), False)
+        return unknown, {name: other if name in packed else OnLoad("dense", "stored dense", False) for name in names}, None
+    targets = {name: target.rpartition(".")[0] for name, (target, _) in checkpoint_names(model, names).items()}
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
-    modules = {name: classes.get(owner, "") for name, (owner, _) in owners.items()}
-    kept, left_dense = place_packed_layers(model, packed, get_model_conversion_mapping(model))
+    owners = unknown | {name: (owner, classes.get(owner, "")) for name, owner in targets.items()}
+    kept, left_dense = _place(model, parsed, packed)
     why = _why_unpacked(parsed)
     outcomes = dict.fromkeys(names, OnLoad("dense", "stored dense", False))
     outcomes |= {name: OnLoad("dense", reason, False) for name, reason in left_dense.items()}
     outcomes |= dict.fromkeys(kept, OnLoad("packed" if why is None else "dense", why or "packed layers are faster here", True))
-    return modules, outcomes
+    layers = packed_layers(model)
+    return owners, outcomes, explain_layers(layers, _dtype(checkpoint.config)) if layers else None
+
+
+def _place(model: PreTrainedModel, parsed: ParsedConfig, packed: Mapping[str, PackedSlice]) -> tuple[dict[str, str], dict[str, str]]:
+    """As loading does it: weight -> module of those that can stay packed, and -> reason for the others."""
+    placed = place_packed_layers(model, packed, get_model_conversion_mapping(model))
+    if parsed.sparsity is not None:
+        complete_scheme(packed_layers(model), parsed.sparsity)
+    return placed
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Of x, after loading without options."""
+    named = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    return named if isinstance(named, torch.dtype) else torch.float32
 
 
 def _why_unpacked(parsed: ParsedConfig) -> str | None:
@@ -268,6 +345,12 @@ def _summary(report: FolderReport) -> list[str]:
         share = sizes.packed_stored_bytes / max(1, sizes.packed_dense_bytes)
         packed = f"{show_bytes(sizes.packed_stored_bytes)}, dense {show_bytes(sizes.packed_dense_bytes)}, a share of {share:.4f}"
         lines += [f"{sizes.num_packed} of them packed: {packed}"]
+    return [*lines, *describe_outcomes(report)]
+
+
+def describe_outcomes(report: FolderReport) -> list[str]:
+    """What loading makes of packed weights, and which dense ones could be packed, as sentences."""
+    lines = []
     for on_load, number in Counter(w.on_load for w in report.weights if w.format != DenseSparsityConfig.format).items():
         keep = "; run_compressed=True keeps them packed" if on_load.keepable and on_load.layer == "dense" else ""
         lines += [f"on load here, {number} packed weights become {on_load.layer} layers: {on_load.reason}{keep}"]

@@ -1,18 +1,20 @@
 """The prose is executed: code blocks of README.md and docs/, examples in docstrings, the paths and make targets that are named.
 
-A ```python block runs after those before it in its file, in an empty folder.  One that cannot be run here stands below a line
-`<!-- not run: the reason -->`.
+Blocks run one after the other in their file's order, in an empty folder: ```python, and of ```bash the lines that call `hf-sparse24`.
+One that cannot be run here stands below a line `<!-- not run: the reason -->`.
 """
 
 import doctest
 import importlib
 import pkgutil
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 import hf_sparse24
+from hf_sparse24 import cli
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -35,15 +37,24 @@ def page_name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_python_blocks_run(page, tmp_path, monkeypatch):
+def test_blocks_run(page, tmp_path, monkeypatch):
     text = page.read_text()
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
-    for block in blocks(text, "python", "py"):
-        if not NOT_RUN.search(text[: block.start()]):
+    for block in blocks(text, "python", "py", "bash", "sh", "console"):
+        if NOT_RUN.search(text[: block.start()]):
+            continue
+        if block["language"] in ("python", "py"):
             # Empty lines first, so that a traceback shows the page's own line numbers.
             above = "\n" * text.count("\n", 0, block.start("code"))
             exec(compile(above + block["code"], str(page), "exec"), namespace)
+            continue
+        for line in block["code"].splitlines():
+            command, *arguments = shlex.split(line, comments=True) or [""]
+            if command == "hf-sparse24":
+                assert cli.main(arguments) == 0, line
+            else:
+                assert command in ("", "make"), f"{line}: name the reason why it is not run"
 
 
 @pytest.mark.parametrize("module", MODULES)

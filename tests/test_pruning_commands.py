@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_sparse24.cli import main
 from hf_sparse24.pattern import structure
 from hf_sparse24.pruning import make_batches, perplexity
+from hf_sparse24.report import inspect_folder
 from tests.models import KEPT, load_dense, packed_names, tensors_of
 from tests.pruning.test_one_shot import build
 from tests.test_demo import chat_folder, save_tokenizer
@@ -52,6 +53,8 @@ def test_prune_saves_a_compressed_model_with_its_tokenizer_and_report(capsys, ch
     kept = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=KEPT)
     assert len(packed_names(kept)) == 14
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+    errors = {f"{layer['name']}.weight": layer["relative_error"] for layer in result["layers"]}
+    assert {weight.name: weight.pruning_error for weight in inspect_folder(tmp_path / "out").weights if weight.pruning_error} == errors
     assert (tmp_path / "report.svg").read_text().startswith("<svg")
 
 

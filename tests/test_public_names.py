@@ -45,13 +45,14 @@ SPARSE24_DEFAULTS = {**CONFIG_DEFAULTS, "fuse_projections": False}
 ACTIVATION_DEFAULTS = {"pattern": "2:4", "quantization": None, "decode": False, "targets": None, "ignore": []}
 # Subcommand -> its flags, without --help.
 COMMAND_LINE: dict[str, set[str]] = {
+    "bench": {"--chart", "--json", "--rows"},
     "compress": {"--format", "--ignore", "--json", "--on-dense", "--quantization", "--readable-by", "--targets"},
     "convert": {"--json", "--quantization", "--to"},
     "decompress": {"--json"},
     "demo": {"--json", "--max-new-tokens", "--model", "--out", "--prompt"},
     "doctor": {"--json"},
     "eval": {"--against", "--text", "--device", "--json", "--seed", "--window", "--windows"},
-    "inspect": {"--json"},
+    "inspect": {"--html", "--json", "--mask"},
     "prune": {
         *("--calibration", "--damp", "--distill-minutes", "--ignore", "--method", "--pattern", "--refine", "--report", "--targets"),
         *("--true-sequential", "--device", "--json", "--seed", "--window", "--windows"),

@@ -6,13 +6,12 @@ Without this package the key is one that Transformers does not know, and the mod
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.utils import logging
 
 from hf_sparse24.activation import CONFIG_KEY, ActivationSparsityConfig, sparsify_activations
-from hf_sparse24.errors import warn
+from hf_sparse24.errors import get_logger, warn
 from hf_sparse24.modules import listed
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 def install() -> None:

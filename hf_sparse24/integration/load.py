@@ -25,7 +25,6 @@ from transformers.quantizers.auto import (
     register_quantization_config,
     register_quantizer,
 )
-from transformers.utils import logging
 
 from hf_sparse24.checkpoint import (
     CONFIG_NAME,
@@ -38,13 +37,13 @@ from hf_sparse24.checkpoint import (
 )
 from hf_sparse24.compressors import PART_SUFFIXES
 from hf_sparse24.config import CONFIG_KEYS, DenseSparsityConfig, SparsityConfig, parse_config
-from hf_sparse24.errors import CheckpointError, warn
+from hf_sparse24.errors import CheckpointError, get_logger, warn
 from hf_sparse24.integration import activation
 from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer, checkpoint_names, named_twice
 from hf_sparse24.kernels.dispatch import why_not_kept
 from hf_sparse24.modules import listed, tied_names
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 def install() -> None:

@@ -20,13 +20,12 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils import logging
 
 from hf_sparse24.checkpoint import PackedSlice, find_packed, name_of_part, open_file
 from hf_sparse24.compressors import PackedTensorError
 from hf_sparse24.compressors.base import specs_of
 from hf_sparse24.config import SparsityConfig
-from hf_sparse24.errors import CheckpointError, warn
+from hf_sparse24.errors import CheckpointError, get_logger, warn
 from hf_sparse24.fusion import fuse_projections, groups_of
 from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import SHAPE_PARTS, PackedLinear, Sparse24Linear
@@ -34,7 +33,7 @@ from hf_sparse24.modules import LAYERS, left_out, listed, packable_modules, pack
 from hf_sparse24.quantization import common_scheme
 from hf_sparse24.quantized_linear import Marlin24Linear, QuantizedLinear
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 METHOD = SparsityConfig.quant_method
 
 

@@ -26,12 +26,13 @@ from transformers.utils import logging
 from hf_sparse24 import hub
 from hf_sparse24.checkpoint import INDEX_NAME, WEIGHTS_NAME, write_json
 from hf_sparse24.config import SparsityConfig
+from hf_sparse24.errors import get_logger
 from hf_sparse24.integration import adapters
 from hf_sparse24.integration.plan import Weight, plan_weights
 from hf_sparse24.integration.quantizer import Sparse24HfQuantizer
 from hf_sparse24.staging import staged
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 OPT_OUT = "HF_SPARSE24_NO_PATCH"
 
 

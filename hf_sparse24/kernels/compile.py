@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
-from transformers.utils import logging
+
+from hf_sparse24.errors import get_logger
 
 if TYPE_CHECKING:
     from cuda.core import Kernel
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 SOURCES = Path(__file__).parent
 # Changes with the form of an entry on disk: MAGIC, sha256 of the machine code, its length in 8 bytes, the machine code.

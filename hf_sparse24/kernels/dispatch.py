@@ -139,6 +139,7 @@ def choose(
             reasons.setdefault(config.source, reason)
         else:
             fitting.append(config)
+    fits = {config.source for config in fitting}  # one that does not may have given the reason
     times_us = {config: _time_us(config, n, k, m) for config in fitting}
     best = min(times_us, key=times_us.__getitem__, default=None)
     table = MEASURED if values is None else MEASURED_8BIT
@@ -151,7 +152,7 @@ def choose(
         reasons.setdefault("cusparselt", f"{m} rows of x are no more than {MMA_ROWS}")
     if "cusparselt" not in reasons and (best is None or cost.cusparselt_us(n, k, m) < times_us[best]):
         slower = f"cusparselt is faster: about {cost.cusparselt_us(n, k, m):.1f} us on an H200"
-        return Choice("cusparselt", None, {path: reasons.get(path, slower) for path in PATHS if path != "cusparselt"})
+        return Choice("cusparselt", None, {p: slower if p in fits else reasons.get(p, slower) for p in PATHS if p != "cusparselt"})
     if best is None:
         widened = None if "widen" in reasons else choose(n, k, m, dtype, device)
         if widened is not None and widened.config is not None:
@@ -160,7 +161,6 @@ def choose(
         reasons.setdefault("widen", "no kernel for 16 bits runs either")
         return Choice("unpack", None, reasons)
     slower = f"{best.source} is faster: about {times_us[best]:.1f} us on an H200"
-    fits = {config.source for config in fitting}
     others_say = {path: slower if path in fits else reasons.get(path, slower) for path in PATHS if path != best.source}
     return Choice(best.source, best, others_say)
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hf_sparse24.pruning.chart import draw_lines
+from hf_sparse24.chart import draw_lines
 from hf_sparse24.table import render_columns
 
 COLUMNS = ("layer", "method", "tokens", "error", "damping", "seconds", "fall-back")

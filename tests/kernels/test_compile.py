@@ -18,6 +18,7 @@ import cuda.core
 import cuda.pathfinder
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 from hf_sparse24.kernels import compile
 from hf_sparse24.kernels.compile import (
@@ -30,6 +31,15 @@ from hf_sparse24.kernels.compile import (
     load_kernel,
 )
 from tests.kernels.machine_code import instructions
+
+
+@pytest.fixture
+def caplog(caplog):
+    """Of Transformers' logger, too, below which is ours."""
+    transformers_logging.enable_propagation()
+    yield caplog
+    transformers_logging.disable_propagation()
+
 
 SCALE = """
 #ifndef FACTOR
@@ -226,7 +236,7 @@ def test_unwritable_folder_works_in_memory_and_is_logged_once(spoil, builds, mon
         assert compile_kernel("scale", "sm_90a") is cubin
         compile_kernel("scale", "sm_80")
     assert set(instructions(cubin)) == {"scale"} and len(builds) == 2
-    messages = [record.getMessage() for record in caplog.records if record.name == compile.__name__]
+    messages = [record.getMessage() for record in caplog.records if record.name == compile.logger.name]
     assert len(messages) == 1 and "set HF_SPARSE24_CACHE" in messages[0] and str(tmp_path / "cache") in messages[0]
     assert not (tmp_path / "cache").is_dir() or entries() == []
 

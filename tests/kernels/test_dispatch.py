@@ -57,6 +57,14 @@ def test_hopper_runs_our_kernels_at_every_number_of_rows(device):
         assert {choose(4096, k, m, dtype, DEVICE).path for m in range(1, 3000, 37) for dtype in dispatch.DTYPES} <= {"mma_sp", "wgmma_sp"}
 
 
+def test_a_kernel_that_fits_is_only_said_to_be_slower(device):
+    device((9, 0))
+    choice = choose(28672, 4096, 8192, torch.bfloat16, DEVICE, True)
+    assert choice.path == "cusparselt"
+    assert choice.reasons["wgmma_sp"].startswith("cusparselt is faster")
+    assert choice.reasons["mma_sp"] == "8192 rows of x are more than 64"
+
+
 def test_cusparselt_runs_where_it_is_faster_and_its_metadata_is_there(device):
     device((9, 0))
     assert choose(28672, 4096, 4096, torch.bfloat16, DEVICE, True).path == "cusparselt"
