@@ -86,8 +86,8 @@ class SelectColumns:
 
     rows: int
     split: int
-    warps: int = 8
-    at_once: int = 8
+    warps: int = 16
+    at_once: int = 4
     source: ClassVar[str] = "select_columns"
 
     @classmethod
@@ -104,7 +104,7 @@ class SelectColumns:
     def shared_bytes(self, k: int) -> int:
         """Dynamic shared memory of a block."""
         sums = self.rows * COLUMNS_OF_Y * 4
-        listed = self.part(k) * ((self.rows + 1) // 2 * 4 + 2)
+        listed = self.part(k) * (self.rows * 4 + 2)
         return max(-(-listed // 16) * 16, self.warps * sums) + sums
 
     def defines(self, dtype: torch.dtype, *, fp8: bool, gated: bool, keep_two: bool) -> dict[str, int]:

@@ -16,8 +16,7 @@
 #include "squared_relu.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int COLUMNS = 256;           // of y, of a block
-constexpr int WORDS = (ROWS + 1) / 2;  // that hold a listed column's h, of two rows each
+constexpr int COLUMNS = 256;  // of y, of a block
 constexpr int SUMS = ROWS * COLUMNS;
 static_assert(THREADS >= COLUMNS / 4, "");
 
@@ -48,39 +47,54 @@ __device__ __forceinline__ void numbers_of(float (&w)[8], const Eight& eight) {
     }
 }
 
-// What a thread finds in eight columns of all rows: h, and which columns count.
-struct Found { u32 h[ROWS][4], live; };
+// What a thread finds in four columns of all rows: h, and which columns count.
+struct Found { u32 h[ROWS][2], live; };
 
-__device__ __forceinline__ Found find(const uint4* u, const uint4* gate, int rows, int eights, int i, bool within, const u32* choices) {
+__device__ __forceinline__ Found find(const uint2* u, const uint2* gate, int rows, int fours, int i, bool within, const u32* choices) {
     Found found;
     found.live = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-        uint4 h = make_uint4(0, 0, 0, 0);
-        if (within && r < rows) h = activated(u + u64(r) * eights, gate + u64(r) * eights, i);
-        if (KEEP_TWO) drop(h.x, h.y, choices), drop(h.z, h.w, choices);
-        found.h[r][0] = h.x, found.h[r][1] = h.y, found.h[r][2] = h.z, found.h[r][3] = h.w;
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-            found.live |= u32((found.h[r][w] & 0x7FFF) != 0) << 2 * w | u32((found.h[r][w] & 0x7FFF0000) != 0) << (2 * w + 1);
+        uint2 a = make_uint2(0, 0), b = a;
+        if (within && r < rows) {
+            a = u[u64(r) * fours + i];
+            if (GATED) b = gate[u64(r) * fours + i];
+        }
+        u32 low = activated(a.x, b.x), high = activated(a.y, b.y);
+        if (KEEP_TWO) drop(low, high, choices);
+        found.h[r][0] = low, found.h[r][1] = high;
+        found.live |= u32((low & 0x7FFF) != 0) | u32((low & 0x7FFF0000) != 0) << 1 | u32((high & 0x7FFF) != 0) << 2 | u32((high & 0x7FFF0000) != 0) << 3;
     }
     return found;
 }
 
-// u, gate: (rows, K), 16-byte aligned.  columns: (K, N).  scales: of float8, (N) or one, see `scale_at`.  bias: (N) or null.
+__device__ __forceinline__ void h_of(float (&h)[ROWS], const float* at) {
+#if ROWS >= 4
+#pragma unroll
+    for (int r = 0; r < ROWS; r += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(at + r);
+        h[r] = four.x, h[r + 1] = four.y, h[r + 2] = four.z, h[r + 3] = four.w;
+    }
+#else
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) h[r] = at[r];
+#endif
+}
+
+// u, gate: (rows, K), 8-byte aligned.  columns: (K, N).  scales: of float8, (N) or one, see `scale_at`.  bias: (N) or null.
 // y: (rows, N).  part: columns of W of a block, a multiple of 8.
-// Dynamic shared memory: WORDS words of h and an index for each of `part` columns, or SUMS floats for each warp; then SUMS floats.
+// Dynamic shared memory: ROWS floats and an index of two bytes for each of `part` columns, or SUMS floats for each warp; then SUMS floats.
 extern "C" __global__ void __launch_bounds__(THREADS)
-select_columns(const uint4* __restrict__ u, const uint4* __restrict__ gate, const u8* __restrict__ columns, const void* __restrict__ scales,
+select_columns(const uint2* __restrict__ u, const uint2* __restrict__ gate, const u8* __restrict__ columns, const void* __restrict__ scales,
                long long scale_type, long long scale_stride, const u16* __restrict__ bias, u16* __restrict__ y, long long num_rows, long long n_columns,
                long long k_rows, long long part) {
-    const int rows = int(num_rows), N = int(n_columns), K = int(k_rows), eights = K / 8;
+    const int rows = int(num_rows), N = int(n_columns), K = int(k_rows);
     extern __shared__ __align__(16) u8 shared[];
     __shared__ u32 of_warp[WARPS];
-    u32* const listed_h = reinterpret_cast<u32*>(shared);
-    u16* const listed = reinterpret_cast<u16*>(shared + part * WORDS * 4);
+    float* const listed_h = reinterpret_cast<float*>(shared);
+    u16* const listed = reinterpret_cast<u16*>(shared + part * ROWS * 4);
     float* const sums = reinterpret_cast<float*>(shared);
-    const u32 partial_at = part * (WORDS * 4 + 2) > WARPS * SUMS * 4 ? u32(part * (WORDS * 4 + 2) + 15) / 16 * 16 : WARPS * SUMS * 4;
+    const u32 list_bytes = u32(part * (ROWS * 4 + 2) + 15) / 16 * 16, partial_at = list_bytes > WARPS * SUMS * 4 ? list_bytes : WARPS * SUMS * 4;
     float* const partial = reinterpret_cast<float*>(shared + partial_at);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SPLIT, n0 = blockIdx.x / SPLIT * COLUMNS;
     const int first = rank * int(part), end = min(first + int(part), K);
@@ -92,62 +106,66 @@ select_columns(const uint4* __restrict__ u, const uint4* __restrict__ gate, cons
     }
     start_kernel_after();
     wait_for_kernel_before();
-    // The columns that count, in order.
+    // The columns that count: of each warp's four times 32, first all first ones, then all second ones, and so on.
     int total = 0;
-    for (int from = first; from < end; from += 8 * THREADS) {
-        const int k = from + 8 * int(threadIdx.x);
-        const Found found = find(u, gate, rows, eights, k / 8, k < end, choices);
-        const int own = __popc(found.live);
-        int before = own;
+    for (int from = first; from < end; from += 4 * THREADS) {
+        const int k = from + 4 * int(threadIdx.x);
+        const Found found = find(u, gate, rows, K / 4, k / 4, k < end, choices);
+        u32 lanes[4];
+        int own = 0;
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(0xFFFFFFFF, before, step);
-            if (lane >= step) before += other;
+        for (int c = 0; c < 4; ++c) {
+            lanes[c] = __ballot_sync(0xFFFFFFFF, found.live >> c & 1);
+            own += __popc(lanes[c]);
         }
-        if (lane == 31) of_warp[warp] = before;
+        if (lane == 0) of_warp[warp] = own;
         __syncthreads();
-        int at = total + before - own;
+        int at = total;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
             if (w < warp) at += of_warp[w];
             total += of_warp[w];
         }
-        __syncthreads();
 #pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            if (!(found.live >> c & 1)) continue;
-            listed[at] = u16(k + c - first);
+        for (int c = 0; c < 4; ++c) {
+            if (found.live >> c & 1) {
+                const int place = at + __popc(lanes[c] & ((1u << lane) - 1));
+                listed[place] = u16(k + c - first);
 #pragma unroll
-            for (int r = 0; r < WORDS; ++r)
-                listed_h[at * WORDS + r] = __byte_perm(found.h[2 * r][c / 2], 2 * r + 1 < ROWS ? found.h[(2 * r + 1) % ROWS][c / 2] : 0, c % 2 ? 0x7632 : 0x5410);
-            ++at;
+                for (int r = 0; r < ROWS; ++r) listed_h[place * ROWS + r] = number(u16(found.h[r][c / 2] >> c % 2 * 16));
+            }
+            at += __popc(lanes[c]);
         }
+        __syncthreads();
     }
-    __syncthreads();
 
     float sum[ROWS][8] = {};
     const int n = n0 + 8 * lane;
     if (n < N) {
         const u8* const own = columns + (u64(first) * N + n) * (FP8 ? 1 : 2);
         const u64 pitch = u64(N) * (FP8 ? 1 : 2);
-        for (int e = warp; e < total; e += WARPS * AT_ONCE) {
-            Eight eight[AT_ONCE];
+        Eight eight[AT_ONCE], next[AT_ONCE];
+        auto load = [&](Eight (&to)[AT_ONCE], int from) {
 #pragma unroll
             for (int t = 0; t < AT_ONCE; ++t)
-                if (e + t * WARPS < total) eight[t] = load_eight(own + listed[e + t * WARPS] * pitch);
+                if (from + t * WARPS < total) to[t] = load_eight(own + listed[from + t * WARPS] * pitch);
+        };
+        load(eight, warp);
+        for (int e = warp; e < total; e += WARPS * AT_ONCE) {
+            load(next, e + WARPS * AT_ONCE);  // while those before are multiplied
 #pragma unroll
             for (int t = 0; t < AT_ONCE; ++t) {
                 if (e + t * WARPS >= total) continue;
-                float w[8];
+                float w[8], h[ROWS];
                 numbers_of(w, eight[t]);
+                h_of(h, listed_h + (e + t * WARPS) * ROWS);
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-                    const u32 two = listed_h[(e + t * WARPS) * WORDS + r / 2];
-                    const float h = number(u16(two >> r % 2 * 16));
+                for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) sum[r][i] += h * w[i];
-                }
+                    for (int i = 0; i < 8; ++i) sum[r][i] += h[r] * w[i];
             }
+#pragma unroll
+            for (int t = 0; t < AT_ONCE; ++t) eight[t] = next[t];
         }
     }
     __syncthreads();  // the list has been read

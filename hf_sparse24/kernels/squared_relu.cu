@@ -30,7 +30,7 @@ __device__ __forceinline__ void write(uint4 h, int i, u8* values, u8* mask, floa
 #if PACKED
     const u32 left = found(choices, choice_of(h.x, h.y)), right = found(choices, choice_of(h.z, h.w));
     const u32 a = __byte_perm(h.x, h.y, left), b = __byte_perm(h.z, h.w, right);
-    mask[i] = u8(left >> 16 | right >> 12);
+    mask[i] = u8(left >> 16 | (right >> 12 & 0xF0));
     if (FP8)
         reinterpret_cast<u32*>(values)[i] = two_fp8(a, inverse) | two_fp8(b, inverse) << 16;
     else
