@@ -118,6 +118,7 @@ def dense_fp8_block(x: Tensor, up: Tensor, up_scale: Tensor, down: Tensor, down_
 
 def measure_block(form: str, hidden: int, intermediate: int, tokens: int) -> dict[str, Any]:
     x = random(tokens, hidden)
+    torch._dynamo.reset()  # it stops after eight shapes of one function
     up, down = random(intermediate, hidden, seed=1) / hidden**0.5, random(hidden, intermediate, seed=2) / intermediate**0.5
     cell = {"form": form, "hidden": hidden, "intermediate": intermediate, "m": tokens}
     dense = torch.compile(dense_block, fullgraph=True, dynamic=False)
@@ -228,6 +229,7 @@ def measure_train(hidden: int, intermediate: int, tokens: int) -> dict[str, Any]
         (random(rows, columns, seed=seed) / columns**0.5).requires_grad_()
         for seed, (rows, columns) in enumerate(((intermediate, hidden), (hidden, intermediate)))
     )
+    torch._dynamo.reset()
     grad = random(tokens, hidden, seed=5)
     compiled = torch.compile(dense_block, fullgraph=True, dynamic=False)
     ours = torch.compile(

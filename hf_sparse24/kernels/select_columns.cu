@@ -51,14 +51,14 @@ __device__ __forceinline__ void numbers_of(float (&w)[8], const Eight& eight) {
 // What a thread finds in eight columns of all rows: h, and which columns count.
 struct Found { u32 h[ROWS][4], live; };
 
-__device__ __forceinline__ Found find(const uint4* u, const uint4* gate, int rows, int eights, int i, bool within) {
+__device__ __forceinline__ Found find(const uint4* u, const uint4* gate, int rows, int eights, int i, bool within, const u32* choices) {
     Found found;
     found.live = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         uint4 h = make_uint4(0, 0, 0, 0);
         if (within && r < rows) h = activated(u + u64(r) * eights, gate + u64(r) * eights, i);
-        if (KEEP_TWO) drop(h.x, h.y), drop(h.z, h.w);
+        if (KEEP_TWO) drop(h.x, h.y, choices), drop(h.z, h.w, choices);
         found.h[r][0] = h.x, found.h[r][1] = h.y, found.h[r][2] = h.z, found.h[r][3] = h.w;
 #pragma unroll
         for (int w = 0; w < 4; ++w)
@@ -85,13 +85,18 @@ select_columns(const uint4* __restrict__ u, const uint4* __restrict__ gate, cons
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SPLIT, n0 = blockIdx.x / SPLIT * COLUMNS;
     const int first = rank * int(part), end = min(first + int(part), K);
 
+    __shared__ u32 choices[8];
+    if (KEEP_TWO) {
+        fill_choices(choices);
+        __syncthreads();
+    }
     start_kernel_after();
     wait_for_kernel_before();
     // The columns that count, in order.
     int total = 0;
     for (int from = first; from < end; from += 8 * THREADS) {
         const int k = from + 8 * int(threadIdx.x);
-        const Found found = find(u, gate, rows, eights, k / 8, k < end);
+        const Found found = find(u, gate, rows, eights, k / 8, k < end, choices);
         const int own = __popc(found.live);
         int before = own;
 #pragma unroll

@@ -25,31 +25,28 @@ __device__ __forceinline__ u32 two_fp8(u32 two, float inverse) {
     return both;
 }
 
-__device__ __forceinline__ float largest_of(const uint4& h, float largest) {
-    const u32 w[4] = {h.x, h.y, h.z, h.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) largest = larger(largest, larger(fabsf(number(u16(w[i]))), fabsf(number(u16(w[i] >> 16)))));
-    return largest;
-}
-
 // Eight columns, from the i-th eight of a row on.
-__device__ __forceinline__ void write(uint4 h, int i, u8* values, u8* mask, float inverse) {
+__device__ __forceinline__ void write(uint4 h, int i, u8* values, u8* mask, float inverse, const u32* choices) {
 #if PACKED
-    const Kept left = largest_two(h.x, h.y), right = largest_two(h.z, h.w);
-    const u32 a = values_of(left), b = values_of(right);
-    mask[i] = u8(nibble_of(left) | nibble_of(right) << 4);
+    const u32 left = found(choices, choice_of(h.x, h.y)), right = found(choices, choice_of(h.z, h.w));
+    const u32 a = __byte_perm(h.x, h.y, left), b = __byte_perm(h.z, h.w, right);
+    mask[i] = u8(left >> 16 | right >> 12);
     if (FP8)
         reinterpret_cast<u32*>(values)[i] = two_fp8(a, inverse) | two_fp8(b, inverse) << 16;
     else
         reinterpret_cast<uint2*>(values)[i] = make_uint2(a, b);
 #else
-    if (KEEP_TWO) drop(h.x, h.y), drop(h.z, h.w);
+    if (KEEP_TWO) drop(h.x, h.y, choices), drop(h.z, h.w, choices);
     if (FP8)
         reinterpret_cast<uint2*>(values)[i] =
             make_uint2(two_fp8(h.x, inverse) | two_fp8(h.y, inverse) << 16, two_fp8(h.z, inverse) | two_fp8(h.w, inverse) << 16);
     else
         reinterpret_cast<uint4*>(values)[i] = h;
 #endif
+}
+
+__device__ __forceinline__ u32 largest_of(const uint4& h, u32 largest) {
+    return larger_two(larger_two(larger_two(magnitudes(h.x), magnitudes(h.y)), larger_two(magnitudes(h.z), magnitudes(h.w))), largest);
 }
 
 // u, gate: (M, K).  values: (M, K / 2) if packed, else (M, K).  bitmask: (M, K / 8), if packed.  scales: (M), of float8.
@@ -61,19 +58,22 @@ squared_relu(const uint4* __restrict__ u, const uint4* __restrict__ gate, u8* __
     const u64 row = blockIdx.x;
     u += row * eights, gate += row * eights, bitmask += row * eights;
     values += row * eights * (PACKED ? 4 : 8) * (FP8 ? 1 : 2);
+    __shared__ u32 choices[8];
+    if (KEEP_TWO) fill_choices(choices);
     start_kernel_after();
     wait_for_kernel_before();
 #if FP8
     uint4 held[HELD];
-    float largest = 0;
+    u32 largest_two = 0;
 #pragma unroll
     for (int t = 0; t < HELD; ++t) {
         const int i = t * THREADS + threadIdx.x;
         held[t] = i < eights ? activated(u, gate, i) : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
-    for (int t = 0; t < HELD; ++t) largest = largest_of(held[t], largest);
-    for (int i = HELD * THREADS + threadIdx.x; i < eights; i += THREADS) largest = largest_of(activated(u, gate, i), largest);
+    for (int t = 0; t < HELD; ++t) largest_two = largest_of(held[t], largest_two);
+    for (int i = HELD * THREADS + threadIdx.x; i < eights; i += THREADS) largest_two = largest_of(activated(u, gate, i), largest_two);
+    float largest = larger(number(u16(largest_two)), number(u16(largest_two >> 16)));
     __shared__ float of_warp[THREADS / 32];
 #pragma unroll
     for (int step = 16; step; step /= 2) largest = larger(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
@@ -86,10 +86,11 @@ squared_relu(const uint4* __restrict__ u, const uint4* __restrict__ gate, u8* __
 #pragma unroll
     for (int t = 0; t < HELD; ++t) {
         const int i = t * THREADS + threadIdx.x;
-        if (i < eights) write(held[t], i, values, bitmask, inverse);
+        if (i < eights) write(held[t], i, values, bitmask, inverse, choices);
     }
-    for (int i = HELD * THREADS + threadIdx.x; i < eights; i += THREADS) write(activated(u, gate, i), i, values, bitmask, inverse);
+    for (int i = HELD * THREADS + threadIdx.x; i < eights; i += THREADS) write(activated(u, gate, i), i, values, bitmask, inverse, choices);
 #else
+    if (KEEP_TWO) __syncthreads();
     for (int first = 0; first < eights; first += HELD * THREADS) {
         uint4 held[HELD];
 #pragma unroll
@@ -100,7 +101,7 @@ squared_relu(const uint4* __restrict__ u, const uint4* __restrict__ gate, u8* __
 #pragma unroll
         for (int t = 0; t < HELD; ++t) {
             const int i = first + t * THREADS + threadIdx.x;
-            if (i < eights) write(held[t], i, values, bitmask, 1.f);
+            if (i < eights) write(held[t], i, values, bitmask, 1.f, choices);
         }
     }
 #endif
