@@ -159,9 +159,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     from hf_sparse24.model_bench import DEFAULT_ROWS, bench_model, render_bench
 
     report = bench_model(arguments.model, arguments.rows or DEFAULT_ROWS)
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else render_bench(report))
     if arguments.chart:
         arguments.chart.write_text(report.to_svg(), encoding="utf-8")
-    print(json.dumps(report.to_dict(), indent=2) if arguments.json else render_bench(report))
     return 1 if report.failures else 0
 
 

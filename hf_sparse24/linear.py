@@ -210,7 +210,7 @@ class PackedLinear(nn.Linear):
         return PackedWeight((self.out_features, self.in_features), self.dense_dtype, self.values.device, self.unpack)
 
     def explain(self, rows: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> dispatch.Choice[Any]:
-        """Which path multiplies by this layer's weight, and why each other does not.
+        """Which path multiplies by this layer's weight, and why each other does not; of a fused layer, by its group's.
 
         Args:
             rows: Of x.
@@ -334,9 +334,10 @@ class Sparse24Linear(SparseLinear):
         return super().forward(x)
 
     def _choose(self, rows: int, dtype: torch.dtype, device: torch.device, moved: bool) -> dispatch.Choice[Any]:
+        whole, holder = (self, self) if self.group is None else (self.group, self.group.layers[0])
         # Moving to a GPU calls `prepare`.
-        has_metadata = dispatch.why_not("cusparselt", device, dtype) is None if moved else self.metadata is not None
-        return dispatch.choose(self.out_features, self.in_features, rows, dtype, device, has_metadata)
+        has_metadata = dispatch.why_not("cusparselt", device, dtype) is None if moved else holder._buffers["metadata"] is not None
+        return dispatch.choose(whole.out_features, whole.in_features, rows, dtype, device, has_metadata)
 
     def prepare(self) -> str | None:
         """Put cuSPARSELt's metadata behind the values, for products with many rows; takes two dense weights for a moment.

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from hf_sparse24 import CheckpointError, Sparse24Config, prune
+from hf_sparse24 import CheckpointError, ModelCompressor, Sparse24Config, fuse_projections, prune
 from hf_sparse24.cli import main
 from hf_sparse24.kernel_report import ROWS, explain_layers
 from hf_sparse24.kernels import dispatch
@@ -53,7 +53,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(dispatch, "_shared_bytes", lambda index: 227 * 1024)
+    monkeypatch.setattr(dispatch, "block_shared_bytes", lambda index: 227 * 1024)
     monkeypatch.setattr(dispatch, "_why_not_built", lambda *args: None)
     monkeypatch.setattr(dispatch, "_why_marlin24_is_not_built", lambda *args: None)
     monkeypatch.setattr(dispatch, "multiprocessors", lambda index: 132)
@@ -150,6 +150,16 @@ def test_a_layer_explains_what_it_would_run_elsewhere(gpu):
     assert layer.explain(1).reasons["mma_sp"] == "cpu has no sparse tensor cores"
     assert layer.explain(8192, device="cuda").path == "cusparselt"
     assert layer.explain(8192, torch.float16, "cuda").path == "wgmma_sp"
+
+
+def test_a_fused_layer_answers_for_the_product_of_its_group(monkeypatch):
+    monkeypatch.setattr(dispatch, "choose", lambda n, k, *_: (n, k))
+    model = llama(torch.bfloat16)
+    ModelCompressor.from_pretrained_model(model).compress_model(model)
+    layers = model.model.layers[0].self_attn
+    assert [layer.explain(1) for layer in (layers.q_proj, layers.v_proj, layers.o_proj)] == [(32, 32), (16, 32), (32, 32)]
+    fuse_projections(model)
+    assert [layer.explain(1) for layer in (layers.q_proj, layers.v_proj, layers.o_proj)] == [(64, 32), (64, 32), (32, 32)]
 
 
 def test_layers_are_told_apart_by_size_and_dtypes(no_gpu):

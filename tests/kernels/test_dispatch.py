@@ -28,7 +28,7 @@ def device(monkeypatch):
 
     def make(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(dispatch, "_shared_bytes", lambda index: SHARED_BYTES.get(capability, 48 * 1024))
+        monkeypatch.setattr(dispatch, "block_shared_bytes", lambda index: SHARED_BYTES.get(capability, 48 * 1024))
         monkeypatch.setattr(dispatch, "_why_not_built", lambda path, device, dtype, values: None)
         monkeypatch.setattr(dispatch.cusparselt, "why_not", lambda device=None: None)
         choose.cache_clear()
