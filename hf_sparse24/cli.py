@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_sparse24.pruning_commands import add_commands
+from hf_sparse24 import pruning_commands, publishing_commands
 
 # torch and Transformers are imported where they are used.
 
@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect = add("inspect", _inspect, "say what is sparse, how it is stored, and what loading makes of it here")
     inspect.add_argument("dir", help="checkpoint folder, or repository on the Hub")
 
-    add_commands(add)
+    pruning_commands.add_commands(add)
+    publishing_commands.add_commands(add)
     add("doctor", _doctor, "say what is installed, and which kernels run on which device here, and why others do not")
     return parser
 

@@ -49,6 +49,7 @@ COMMAND_LINE: dict[str, set[str]] = {
         *("--calibration", "--damp", "--distill-minutes", "--ignore", "--method", "--pattern", "--refine", "--report", "--targets"),
         *("--true-sequential", "--device", "--json", "--seed", "--window", "--windows"),
     },
+    "verify": {"--against", "--json", "--strict"},
 }
 
 
