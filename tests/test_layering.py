@@ -9,7 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "hf_sparse24"
 # Modules and subpackages, left to right; inside a subpackage any import that closes no circle is fine.
 ORDER = [
-    *("errors", "table", "pattern", "quantization", "compressors", "config", "checkpoint", "staging", "comparison", "verify", "hub"),
+    *("errors", "table", "pattern", "quantization", "compressors", "config", "checkpoint", "staging", "comparison", "verify"),
+    *("evidence", "card", "hub"),
     *("kernels", "projection_group", "linear", "quantized_linear", "modules", "fusion", "pruning"),
     *("integration", "conversion", "model_compressor", "completeness", "report", "__init__", "demo", "doctor"),
     *("pruning_commands", "publishing_commands", "cli"),
