@@ -90,7 +90,9 @@ def describe_folder(folder: str | Path) -> dict[str, Any]:
         for weight in packed.values():
             by_format[weight.compressor.format].append((weight.stored_bytes, size_bytes(weight)))
         compressors = {weight.compressor.format: weight.compressor for weight in packed.values()}
-        layers = Counter((*weight.shape, weight.get_dtype(), weight.compressor.format) for weight in packed.values() if len(weight.shape) == 2)
+        layers = Counter(
+            (*weight.shape, weight.get_dtype(), weight.compressor.format) for weight in packed.values() if len(weight.shape) == 2
+        )
         block = checkpoint.config.get("quantization_config") or {}
         return {
             "named_base": checkpoint.config.get("_name_or_path"),

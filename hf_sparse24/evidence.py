@@ -42,7 +42,6 @@ class Evidence:
 NOTHING = Evidence()
 
 
-
 def read_evidence(
     prune: str | Path | None = None,
     calibration: str | None = None,
