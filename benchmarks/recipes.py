@@ -59,7 +59,7 @@ RECIPES = {
         base_card={"license": "apache-2.0", "language": "en"},
         calibration="the help texts that Python 3.11 brings along (`pydoc_data.topics`), as `hf-sparse24 demo` does it",
         limits=(
-            "This shows the way from a dense model to a 2:4 one in two minutes on a CPU; it is not for use. A model of this size needs "
+            "This shows the way from a dense model to a 2:4 one in minutes on a CPU; it is not for use. A model of this size needs "
             "more data, and distillation for minutes on a GPU: `hf-sparse24 prune --distill-minutes`.",
             "The weights were stored in four bits each (GGUF, Q4_1) before bfloat16 was made of them.",
         ),
@@ -141,16 +141,16 @@ def smollm2(data: Path, folder: Path, temporary: Path) -> dict[str, Any]:
     texts = Texts(data)
     # Not the manual of Python: it has much in common with the help texts that the model was pruned on.
     sources = {
-        "prose": draw_windows({"prose": texts.joined(True)["prose"]}, tokenizer, NUM_WINDOWS, LENGTH, EVALUATE),
-        "jargon and sayings": draw_windows(texts.others, tokenizer, NUM_WINDOWS, LENGTH, OUT_OF_DOMAIN),
+        ("prose", "An Anarchist FAQ"): draw_windows({"": texts.joined(True)["prose"]}, tokenizer, NUM_WINDOWS, LENGTH, EVALUATE),
+        ("jargon and sayings", "the Jargon File and fortune's sayings"): draw_windows(
+            texts.others, tokenizer, NUM_WINDOWS, LENGTH, OUT_OF_DOMAIN
+        ),
     }
-    quality = []
-    for name, windows in sources.items():
-        found = {
-            kind: round(perplexity(m.float(), windows), 3) for kind, m in (("dense", dense), ("one_shot", one_shot), ("sparse", loaded))
-        }
-        on = {"prose": "An Anarchist FAQ", "jargon and sayings": "the Jargon File and fortune's sayings"}[name]
-        quality.append({"measure": f"perplexity of {name}", "on": f"{on}, {windows.numel():,} tokens in windows of {LENGTH}", **found})
+    quality: list[dict[str, Any]] = []
+    for (kind, source), windows in sources.items():
+        quality.append({"measure": f"perplexity of {kind}", "on": f"{source}, {windows.numel():,} tokens in windows of {LENGTH}"})
+        for name, measured in (("dense", dense), ("one_shot", one_shot), ("sparse", loaded)):
+            quality[-1][name] = round(perplexity(measured.float(), windows), 3)
     return record(folder, model, loaded.bfloat16(), {**report, "distillation": learnt.to_dict()}, quality)
 
 

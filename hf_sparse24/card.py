@@ -18,6 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import CardData, ModelCard, ModelCardData, RepoCard
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from torch import Tensor
 
 from hf_sparse24.checkpoint import CONFIG_NAME, as_dense, find_packed, open_checkpoint, size_bytes
 from hf_sparse24.config import CONFIGS, GUARD, Sparse24Config, parse_config
@@ -90,9 +91,8 @@ def describe_folder(folder: str | Path) -> dict[str, Any]:
         for weight in packed.values():
             by_format[weight.compressor.format].append((weight.stored_bytes, size_bytes(weight)))
         compressors = {weight.compressor.format: weight.compressor for weight in packed.values()}
-        layers = Counter(
-            (*weight.shape, weight.get_dtype(), weight.compressor.format) for weight in packed.values() if len(weight.shape) == 2
-        )
+        dense = as_dense(checkpoint.tensors, packed)
+        layers = Counter((*w.shape, w.get_dtype(), w.compressor.format) for w in packed.values() if len(w.shape) == 2)
         block = checkpoint.config.get("quantization_config") or {}
         return {
             "named_base": checkpoint.config.get("_name_or_path"),
@@ -106,10 +106,11 @@ def describe_folder(folder: str | Path) -> dict[str, Any]:
             "layers": [[*layer, number] for layer, number in sorted(layers.items())],
             "scheme": sparsity.quantization and sparsity.quantization.model_dump(),
             "quant_method": block.get("quant_method"),
-            "num_dense": len(as_dense(checkpoint.tensors, packed)) - len(packed),
+            "num_dense": len(dense) - len(packed),
             "num_files": len(checkpoint.shards),
             "file_bytes": sum((folder / file).stat().st_size for file in checkpoint.shards),
-            "dense_bytes": sum(size_bytes(value) for value in as_dense(checkpoint.tensors, packed).values()),  # type: ignore[arg-type]
+            # None is a tensor in memory: files hold slices.
+            "dense_bytes": sum(size_bytes(value) for value in dense.values() if not isinstance(value, Tensor)),
         }
 
 

@@ -7,6 +7,7 @@ Hub keeps them: a push that was interrupted is repeated, and sends what is missi
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -80,11 +81,11 @@ def push_folder(
     if CARD_NAME in present and (card is None or is_default(card)):
         card = read_card(api.hf_hub_download(repo_id, CARD_NAME, revision=revision))
     base_model = _known_base(api, base_model or contents["named_base"], repo_id)
-    base_card = api.model_info(base_model).card_data if base_model else None
+    base_data: Any = api.model_info(base_model).card_data if base_model else None
     new_card = make_card(
         {**contents, "repo_id": repo_id, "branch": branch},
         base_model=base_model,
-        base_card=base_card and base_card.to_dict(),
+        base_card=base_data.to_dict() if base_data else None,
         old=card,
         tags=tags,
         evidence=evidence,
