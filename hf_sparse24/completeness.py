@@ -24,10 +24,15 @@ def verify_model_folder(folder: str | Path, against: str | Path | None = None) -
     report = verify_folder(folder, against)
     if any(check.name in ("opening", "parts") and check.problems for check in report.checks):
         return report
-    return replace(report, checks=(*report.checks, _check_model(folder)))
+    return replace(report, checks=(*report.checks, check_model(folder)))
 
 
-def _check_model(folder: str | Path) -> Check:
+def check_model(folder: str | Path) -> Check:
+    """Compare names and shapes of a folder's tensors with those of the model that config.json names; they were verified before.
+
+    Args:
+        folder: A checkpoint.
+    """
     with open_checkpoint(folder) as checkpoint:
         try:
             model = skeleton(checkpoint)

@@ -5,7 +5,7 @@ Hub keeps them: a push that was interrupted is repeated, and sends what is missi
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hf_sparse24.card import CARD_NAME, describe_folder, is_default, is_repo_id,
 from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.evidence import NOTHING, Evidence
 from hf_sparse24.staging import WEIGHT_FILES
-from hf_sparse24.verify import verify_folder
+from hf_sparse24.verify import Check, verify_folder
 
 
 def push_folder(
@@ -32,6 +32,7 @@ def push_folder(
     base_model: str | None = None,
     files: Iterable[str] | None = None,
     evidence: Evidence = NOTHING,
+    is_verified: bool = False,
 ) -> CommitInfo:
     """Verify a compressed checkpoint and upload it, with a model card, in one commit; the folder itself is not changed.
 
@@ -52,6 +53,7 @@ def push_folder(
             Its card's licence, language and task are carried over.
         files: Names within the folder, to upload only those; the card is always written.
         evidence: For the card: how the weights came to be, and what was measured.
+        is_verified: That `require_right` has been called.
 
     Returns:
         The commit; as a string it is its URL.
@@ -66,7 +68,8 @@ def push_folder(
     # Refuse before there is a repository.
     contents, card = describe_folder(folder), read_card(folder / CARD_NAME)
     make_card({**contents, "repo_id": repo_id}, evidence=evidence)
-    _require_right(folder)
+    if not is_verified:
+        require_right(folder)
     names = set(files) if files is not None else {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     names = {name for name in names if not re.search(r"(^|/)\.", name)} - {CARD_NAME}
 
@@ -107,12 +110,23 @@ def push_folder(
         raise ConnectionError(f"{error} Push again: the files that did arrive are not sent twice ({error.__cause__})") from error
 
 
-def _require_right(folder: Path) -> None:
+def require_right(folder: str | Path, further: Callable[[str | Path], Check] | None = None) -> None:
+    """Verify a folder; what is worth knowing though it is right becomes a warning.
+
+    Args:
+        folder: A checkpoint.
+        further: One more check.
+
+    Raises:
+        CheckpointError: It does not verify.
+    """
     report = verify_folder(folder)
-    if report.problems:
-        more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
-        raise CheckpointError(f"{report.problems[0]}{more}: what does not verify is not pushed, see hf-sparse24 verify {folder}")
-    for note in report.notes:
+    checks = [*report.checks, *([further(folder)] if further and report.is_right else [])]
+    problems = [problem for check in checks for problem in check.problems]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckpointError(f"{problems[0]}{more}: what does not verify is not pushed, see hf-sparse24 verify {folder}")
+    for note in (note for check in checks for note in check.notes):
         warn(note)
 
 
