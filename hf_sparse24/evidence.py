@@ -27,8 +27,8 @@ class Evidence:
     """What the files of a checkpoint do not say.  Each part is optional, and leaves its section of the card out.
 
     `prune` is what `hf-sparse24 prune --json` prints, or a `PruneReport`'s `to_dict()`; `calibration` says on what; `quality` are
-    rows of `quality_of_eval`; `speeds` are files of `benchmarks/matmul.py` or `benchmarks/quantized.py`; `limits` are sentences;
-    `source` is where the numbers can be looked up.
+    rows of `quality_of_eval`, with `one_shot` where the number before distillation is known; `speeds` are what `benchmarks/matmul.py`
+    or `benchmarks/quantized.py` wrote; `limits` are sentences; `source` is where the numbers can be looked up.
     """
 
     prune: Mapping[str, Any] | None = None
