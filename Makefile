@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # and gives the processes that talk to it an environment without HF_HUB_OFFLINE.
 PYTEST := HF_HUB_OFFLINE=1 HF_SPARSE24_TEST_CT=$(CURDIR)/.venv-ct OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test check test-gpu bench test-517 clean
+.PHONY: demo test check dist test-gpu bench test-517 clean
 
 demo: .venv/.demo-ready  # compress a real chat model, load it, let it talk
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false .venv/bin/hf-sparse24 demo
@@ -26,6 +26,15 @@ test: $(READY) $(GUARD_READY)  # everything that needs no GPU
 check: $(READY)  # lint and types
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+
+dist: $(READY)  # sdist and wheel, and the wheel with all that it needs in an environment of its own
+	rm -rf dist .venv-dist
+	.venv/bin/python -m pip install -q 'hatchling>=1.27'
+	.venv/bin/python -m hatchling build
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install -q -c constraints.txt torch
+	.venv-dist/bin/python -m pip install -q -c constraints.txt dist/*.whl
+	cd dist && ../.venv-dist/bin/hf-sparse24 doctor
 
 test-gpu: $(READY)  # what needs a CUDA device; fails without one
 	.venv/bin/python -c "import torch; torch.cuda.init()"
@@ -38,7 +47,7 @@ test-517: .venv-517/.ready $(GUARD_READY)  # the tests under Transformers 5.17, 
 	$(PYTEST) .venv-517/bin/python -m pytest -n 2
 
 clean:  # remove all that these targets made
-	rm -rf .venv .venv-517 .venv-ct build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-517 .venv-ct .venv-dist build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first: with it there, nothing that needs it looks for another build.

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -134,23 +135,9 @@ class Benchmark:
         """All 36 layers of blocks; embeddings of held-out sentences, and finding WordNet's explanation of a word."""
         from transformers import AutoModel, AutoTokenizer
 
-        from hf_sparse24.pruning import agreement, embed, make_batches
-
         dense = AutoModel.from_pretrained(self.data / "minilm", dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(self.data / "minilm")
-        pairs = self.texts.glosses[:: max(1, len(self.texts.glosses) // 1200)][:1200]
-        questions, answers = ([pair[side] for pair in pairs] for side in (0, 1))
-        batches, asked, explained = (
-            make_batches(texts, dense, tokenizer, window=128, num_windows=len(texts), batch_size=32)
-            for texts in (self.texts.sentences(600, True, EVALUATE), questions, answers)
-        )
-        before = embed(dense, batches)
-
-        def measure(model: Any) -> dict[str, float]:
-            ranks = gold_ranks(embed(model, asked), embed(model, explained))
-            found = {**agreement(before, embed(model, batches)).to_dict(), "top1": (ranks == 0).float().mean().item()}
-            return {name: round(value, 4) for name, value in {**found, "mrr": (1 / (ranks + 1.0)).mean().item()}.items()}
-
+        measure = minilm_measure(self.texts, dense, tokenizer)
         calibration = self.texts.sentences(512, False, CALIBRATE)
         section = self.start_section("minilm", {"sentences": len(calibration), "evaluation": "600 sentences, 1200 WordNet pairs"})
         options = {"ignore": ["pooler"], "num_windows": 512, "window": 128, "batch_size": 32}
@@ -201,6 +188,26 @@ def _comparable(section: dict[str, Any]) -> dict[str, Any]:
     """Without what may differ between runs that belong together."""
     environment = {key: value for key, value in section["environment"].items() if key != "date"}
     return {**section, "environment": environment, "rows": None, "skipped": None}
+
+
+def minilm_measure(texts: Texts, dense: Any, tokenizer: Any) -> Callable[[Any], dict[str, float]]:
+    """What measures a pruned encoder: against the dense one on held-out sentences, and on finding WordNet's explanations."""
+    from hf_sparse24.pruning import agreement, embed, make_batches
+
+    pairs = texts.glosses[:: max(1, len(texts.glosses) // 1200)][:1200]
+    questions, answers = ([pair[side] for pair in pairs] for side in (0, 1))
+    batches, asked, explained = (
+        make_batches(found, dense, tokenizer, window=128, num_windows=len(found), batch_size=32)
+        for found in (texts.sentences(600, True, EVALUATE), questions, answers)
+    )
+    before = embed(dense, batches)
+
+    def measure(model: Any) -> dict[str, float]:
+        ranks = gold_ranks(embed(model, asked), embed(model, explained))
+        found = {**agreement(before, embed(model, batches)).to_dict(), "top1": (ranks == 0).float().mean().item()}
+        return {name: round(value, 4) for name, value in {**found, "mrr": (1 / (ranks + 1.0)).mean().item()}.items()}
+
+    return measure
 
 
 def by_source(model: Any, windows: Tensor, names: list[str]) -> dict[str, float]:

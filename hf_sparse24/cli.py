@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_sparse24.pruning_commands import add_commands
+from hf_sparse24 import pruning_commands, publishing_commands
 
 # torch and Transformers are imported where they are used.
 
@@ -74,7 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--html", type=Path, metavar="FILE", help="write it as a page that needs nothing else, with kernels and reasons")
     inspect.add_argument("--mask", metavar="LAYER", help="with --html: whose mask is shown (default: the first layer that is 2:4)")
 
-    add_commands(add)
+    pruning_commands.add_commands(add)
+    publishing_commands.add_commands(add)
     bench = add("bench", _bench, "measure what the layers of a model gain on the GPU of this machine, and what they lose")
     bench.add_argument("model", nargs="?", help="checkpoint folder, or repository on the Hub (default: the sizes of an 8B Llama)")
     bench.add_argument("--rows", type=_positive, nargs="+", help="of x, tokens computed at once (default: 1 4 16 64 256 1024 4096)")

@@ -233,13 +233,20 @@ def require_same_tensors(model: nn.Module, tensors: Mapping[str, Any], where: st
     Raises:
         CheckpointError: A tensor is missing, unknown or of another shape; names it and both shapes.
     """
+    unknown, wrong = differing_tensors(model, tensors)
+    if wrong := {**unknown, **wrong}:
+        raise CheckpointError(f"{where}: not the checkpoint of this {type(model).__name__}: {listed(wrong)}")
+
+
+def differing_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Name -> reason: tensors of a checkpoint that a model does not have, and those that are missing or of another shape."""
     expected = model.state_dict()
     targets = checkpoint_names(model, list(tensors)) if isinstance(model, PreTrainedModel) else {name: (name, False) for name in tensors}
     shape_of = {
         name: tuple(value.shape if isinstance(value, (Tensor, PackedSlice)) else value.get_shape()) for name, value in tensors.items()
     }
-    wrong = {name: f"the model has no {target}" for name, (target, _) in targets.items() if target not in expected}
-    wrong |= {
+    unknown = {name: f"the model has no {target}" for name, (target, _) in targets.items() if target not in expected}
+    wrong = {
         name: f"shape {shape_of[name]}, the model's {target} is {tuple(expected[target].shape)}"
         for name, (target, merged) in targets.items()
         if target in expected and not merged and tuple(expected[target].shape) != shape_of[name]
@@ -249,8 +256,7 @@ def require_same_tensors(model: nn.Module, tensors: Mapping[str, Any], where: st
     found = {target for target, _ in targets.values()}
     if not merged:
         wrong |= {name: "not in the checkpoint" for name in expected if name not in found | tied_names(model)}
-    if wrong:
-        raise CheckpointError(f"{where}: not the checkpoint of this {type(model).__name__}: {listed(wrong)}")
+    return unknown, wrong
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Any]) -> None:

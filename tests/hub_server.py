@@ -32,6 +32,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+import yaml
 
 USER = "me"
 TOKEN = "hf_local"
@@ -255,7 +256,14 @@ def model_info(hub: HubServer, request: Request) -> dict:
     commit = repo.history(request.parts.get("revision", "main"))[-1]
     siblings = [{"rfilename": path} for path in commit.files]
     info = {"id": repo_id, "modelId": repo_id, "author": USER, "sha": commit.oid, "private": repo.private}
-    return info | {"gated": False, "disabled": False, "tags": [], "siblings": siblings}
+    return info | {"gated": False, "disabled": False, "tags": [], "siblings": siblings, "cardData": card_data(commit)}
+
+
+def card_data(commit: Commit) -> dict | None:
+    """The metadata of a commit's model card."""
+    card = commit.files.get("README.md")
+    metadata = re.match(r"---\r?\n(.*?)\r?\n---", card.content.decode(), re.DOTALL) if card else None
+    return yaml.safe_load(metadata[1]) if metadata else None
 
 
 def tree(hub: HubServer, request: Request) -> list[dict]:

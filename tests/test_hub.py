@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_sparse24 import CheckpointError, Sparse24Config
+from hf_sparse24.card import card_for
 from hf_sparse24.config import GUARD
 from hf_sparse24.conversion import convert_folder
-from hf_sparse24.hub import card_for
 from tests.hub_server import HubServer, Repo
 
 BEGIN, END = "<!-- hf-sparse24: begin", "<!-- hf-sparse24: end -->"

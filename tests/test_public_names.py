@@ -57,6 +57,11 @@ COMMAND_LINE: dict[str, set[str]] = {
         *("--calibration", "--damp", "--distill-minutes", "--ignore", "--method", "--pattern", "--refine", "--report", "--targets"),
         *("--true-sequential", "--device", "--json", "--seed", "--window", "--windows"),
     },
+    "push": {
+        *("--base-model", "--calibration", "--create-pr", "--dry-run", "--eval", "--json", "--limit", "--message", "--private"),
+        *("--prune-report", "--revision", "--speed", "--tags"),
+    },
+    "verify": {"--against", "--json", "--strict"},
 }
 
 
