@@ -14,7 +14,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +71,23 @@ class Journal:
 
     def _take_over(self, task: Mapping[str, Any]) -> None:
         """Keep what an earlier run of the same task finished, and remove the rest."""
-        entries = _read(self.work)
-        moved = _moved(entries, self.work.parent)
+        entries, folder = _read(self.work), self.work.parent
+        moving = _moving(entries)
+        moved = [name for name in moving if (folder / name).is_file()]
         if entries and entries[0] != {"task": task}:
             if moved:
                 raise ValueError(
-                    f"{self.work.parent}: holds files of an interrupted run with another source or other options: remove it, or name "
-                    "another folder"
+                    f"{folder}: holds files of an interrupted run with another source or other options: remove it, or name another folder"
                 )
-            warn(f"{self.work.parent}: starting over, for what an interrupted run left there is of another source or other options")
+            warn(f"{folder}: starting over, for what an interrupted run left there is of another source or other options")
             entries = []
         for name in moved:
             (self.stage / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(self.work.parent / name, self.stage / name)
-        (self.work.parent / INCOMPLETE_NAME).unlink(missing_ok=True)
+            os.replace(folder / name, self.stage / name)
+        for parent in sorted({parent for name in moving for parent in Path(name).parents[:-1]}, reverse=True):
+            with suppress(OSError):  # never made, or not empty
+                (folder / parent).rmdir()
+        (folder / INCOMPLETE_NAME).unlink(missing_ok=True)
         for entry in entries:
             if "fact" in entry:
                 self.facts[entry["fact"]] = entry["value"]
@@ -139,6 +142,8 @@ def open_journal(folder: str | Path, task: Mapping[str, Any]) -> Iterator[Journa
             if is_new:
                 folder.rmdir()
             raise
+        # The journal last: until then the next run goes on, and ends as this one.
+        _remove_others(work, {work / "journal"})
         shutil.rmtree(work)
 
 
@@ -152,9 +157,9 @@ def require_new(folder: Path) -> None:
         return
     if folder.is_file():
         raise ValueError(f"{folder}: exists and is not an empty folder; name a new one")
-    moved = {Path(name).parts[0] for name in _moved(_read(folder / WORK_NAME), folder)}
-    found = {path.name for path in folder.iterdir() if not path.name.startswith(STAGE_PREFIX)}
-    if found - moved - ({INCOMPLETE_NAME} if (folder / WORK_NAME / "journal").exists() else set()):
+    moving = _moving(_read(folder / WORK_NAME))
+    ours = {INCOMPLETE_NAME, *(Path(name).parts[0] for name in moving)} if moving else set()
+    if {path.name for path in folder.iterdir() if not path.name.startswith(STAGE_PREFIX)} - ours:
         raise ValueError(f"{folder}: exists and is not an empty folder; name a new one")
 
 
@@ -168,10 +173,9 @@ def fingerprint(folder: Path) -> dict[str, list[int]]:
     }
 
 
-def _moved(entries: list[dict[str, Any]], folder: Path) -> list[str]:
-    """The files that an interrupted run has moved into the folder."""
-    moving: list[str] = next((entry["moving"] for entry in entries if "moving" in entry), [])
-    return [name for name in moving if (folder / name).is_file()]
+def _moving(entries: list[dict[str, Any]]) -> list[str]:
+    """The files that an interrupted run was moving into the folder."""
+    return next((entry["moving"] for entry in entries if "moving" in entry), [])
 
 
 def _remove_others(folder: Path, keep: set[Path]) -> None:
