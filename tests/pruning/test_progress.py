@@ -7,6 +7,7 @@ from hf_sparse24 import prune
 from hf_sparse24.journal import open_journal
 from hf_sparse24.pruning import stored_masks
 from hf_sparse24.pruning.one_shot import _Pruner
+from hf_sparse24.pruning.progress import prune_once
 from tests.pruning.test_one_shot import IDS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fewer than 8 tokens.*:UserWarning")
@@ -49,3 +50,13 @@ def test_weights_masks_and_reports_are_those_of_one_run(name, options, monkeypat
 def test_layers_that_are_put_back_cannot_be_quantised_on_the_way(tmp_path):
     with open_journal(tmp_path / "out", {}) as journal, pytest.raises(ValueError, match="after_layer cannot be combined with journal"):
         prune(build(), [{"input_ids": IDS}], after_layer=print, journal=journal)
+
+
+def test_layers_that_no_input_reached_are_listed_by_the_next_run_too(tmp_path):
+    first, second = ["another"], []
+    with pytest.raises(Interrupted), open_journal(tmp_path / "out", {}) as journal:
+        prune_once(journal, "block", {}, lambda: first.append("expert") or [], first)
+        raise Interrupted
+    with open_journal(tmp_path / "out", {}) as journal:
+        assert prune_once(journal, "block", {}, lambda: pytest.fail("is finished"), second) == []
+    assert second == ["expert"]
