@@ -87,12 +87,12 @@ class QuantizedSparse24Linear(QuantizedLinear):
 
     def unpack(self) -> Tensor:
         """The dequantised weight (out_features, in_features), dtype of weight_scale."""
-        return ops.dequantize_8bit(self.compressed, self.bitmask, self.weight_scale, self.in_features)
+        return ops.dequantize_8bit(self.compressed, self.bitmask, self.weight_scale, self.local_shape[1])
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         parameters: dict[str, Any] = self._parameters
         packed = parameters["compressed"], parameters["bitmask"], parameters["weight_scale"]
-        return ops.linear_8bit(x, *packed, parameters.get("input_scale"), bias, self.in_features, self.quantize_x)
+        return ops.linear_8bit(x, *packed, parameters.get("input_scale"), bias, self.local_shape[1], self.quantize_x)
 
 
 class QuantizedSparseBitmaskLinear(QuantizedSparse24Linear):
