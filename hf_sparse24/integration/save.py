@@ -21,7 +21,6 @@ from typing import Any
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -31,7 +30,7 @@ from hf_sparse24.config import SparsityConfig
 from hf_sparse24.integration import adapters
 from hf_sparse24.integration.plan import Weight, plan_weights
 from hf_sparse24.integration.quantizer import Sparse24HfQuantizer
-from hf_sparse24.integration.sharding import gather, on_first_process
+from hf_sparse24.integration.sharding import gather, is_sharded, on_first_process
 from hf_sparse24.staging import staged
 
 logger = logging.get_logger(__name__)
@@ -78,7 +77,7 @@ def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, s
     push = {"commit_message", "commit_description", "repo_id", "create_pr", "private", "revision", "tags", "token"}
     if unknown := set(extra) - push:
         raise TypeError(f"save_pretrained() got unexpected keyword arguments {sorted(unknown)}")
-    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    sharded = is_sharded(model)
     with on_first_process(sharded) as is_first:
         if sharded:
             arguments["state_dict"] = gather(model, arguments["state_dict"], keep=is_first)
@@ -129,7 +128,8 @@ def _original(name: str) -> Callable[..., Any]:
 def _save_pretrained(original: Callable[..., Any], model: PreTrainedModel, *args: Any, sparsity_config: Any = None, **kwargs: Any) -> Any:
     kept = isinstance(getattr(model, "hf_quantizer", None), Sparse24HfQuantizer)
     pushed = kwargs.get("push_to_hub") or inspect.signature(original).bind(model, *args, **kwargs).arguments.get("push_to_hub")
-    if sparsity_config is None and not (kept and pushed):
+    # Transformers puts sharded tensors together in their dtype, which not every backend can send, and then stores tied ones twice.
+    if sparsity_config is None and not (kept and (pushed or is_sharded(model))):
         return original(model, *args, **kwargs)
     if sparsity_config is None:
         sparsity_config = model.hf_quantizer.quantization_config
@@ -149,7 +149,8 @@ def _push_to_hub(original: Callable[..., Any], model: PreTrainedModel, *args: An
     saving = {"max_shard_size": arguments.pop("max_shard_size")} if "max_shard_size" in arguments else {}
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(model, folder, sparsity_config, **saving)
-        return _push(model, folder, **arguments)
+        with on_first_process(is_sharded(model)) as is_first:
+            return _push(model, folder, **arguments) if is_first else None
 
 
 def _refuse(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:

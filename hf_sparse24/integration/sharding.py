@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -71,13 +72,18 @@ def require_fitting_pieces(model: PreTrainedModel) -> None:
 _ADVICE = "; load with Sparse24Config(run_compressed=False), or leave the layer out of tp_plan"
 
 
+def is_sharded(model: PreTrainedModel) -> bool:
+    """Whether this process holds pieces of the parameters."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def require_whole_weights(model: PreTrainedModel) -> None:
     """Check that a model into which dense weights are packed is not sharded.
 
     Raises:
         ValueError: It is.
     """
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if is_sharded(model):
         raise ValueError("a dense checkpoint cannot be packed while it is sharded over several processes: run hf-sparse24 compress first")
 
 
@@ -115,12 +121,25 @@ def gather(model: PreTrainedModel, state_dict: Mapping[str, Tensor] | None, keep
         state_dict: Instead of them.
         keep: Whether this process wants them; others get nothing.
     """
-    whole = {}
+    whole: dict[str, Tensor] = {}
+    # Tied tensors stay one, for that is how they are found.
+    first: dict[tuple[int, ...], Tensor] = {}
     for name, tensor in (model.state_dict() if state_dict is None else state_dict).items():
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        tensor = _full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         if keep:
-            whole[name] = tensor.detach().cpu()
+            memory = (own.data_ptr(), *tensor.shape) if own.numel() else (id(own),)
+            whole[name] = first.setdefault(memory, tensor.detach().cpu())
     return whole
+
+
+def _full_tensor(tensor: DTensor) -> Tensor:
+    """`full_tensor`, of bytes: NCCL does not know int16, and gloo no float8."""
+    octets = tensor.to_local().contiguous().unsqueeze(-1).view(torch.uint8)
+    shape = torch.Size((*tensor.shape, octets.shape[-1]))
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(octets, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride).full_tensor()
+    return whole.view(tensor.dtype).squeeze(-1)
 
 
 def _cut_layers(model: PreTrainedModel) -> Iterator[tuple[str, PackedLinear, str, int, Cuts | None]]:
