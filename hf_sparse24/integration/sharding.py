@@ -39,8 +39,8 @@ def plan_parts(model: PreTrainedModel) -> None:
     """
     for _, layer, pattern, axis, cuts in _cut_layers(model):
         if cuts is not None:
-            for part, style in _styles(layer, axis, cuts).items():
-                model._tp_plan.setdefault(f"{pattern}.{part}", style)
+            own = {f"{pattern}.{part}": style for part, style in _styles(layer, axis, cuts).items()}
+            model._tp_plan = {**own, **model._tp_plan}
 
 
 def require_fitting_pieces(model: PreTrainedModel) -> None:
@@ -134,7 +134,7 @@ def gather(model: PreTrainedModel, state_dict: Mapping[str, Tensor] | None, keep
 
 
 def _full_tensor(tensor: DTensor) -> Tensor:
-    """`full_tensor`, of bytes: NCCL does not know int16, and gloo no float8."""
+    """`full_tensor`, of bytes: gloo knows neither int16 nor float8."""
     octets = tensor.to_local().contiguous().unsqueeze(-1).view(torch.uint8)
     shape = torch.Size((*tensor.shape, octets.shape[-1]))
     stride = torch.empty(shape, device="meta").stride()
@@ -144,7 +144,7 @@ def _full_tensor(tensor: DTensor) -> Tensor:
 
 def _cut_layers(model: PreTrainedModel) -> Iterator[tuple[str, PackedLinear, str, int, Cuts | None]]:
     """Name, layer, its name in the plan, and axis of the cut, of the packed layers that the plan cuts; and how they can be."""
-    plan = model.tp_plan or {}
+    plan = getattr(model, "_tp_plan", None) or {}
     for name, layer in packed_layers(model).items():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         style = plan.get(pattern)

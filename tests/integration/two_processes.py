@@ -23,6 +23,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from hf_sparse24 import Sparse24Config, Sparse24Linear, keep_masks
+from hf_sparse24.kernels import ops
 from hf_sparse24.modules import packed_layers
 from hf_sparse24.pattern import find_bad_groups
 from hf_sparse24.quantized_linear import Marlin24Linear, QuantizedSparse24Linear
@@ -84,6 +85,17 @@ def tensor_parallel_layers_hold_their_pieces() -> None:
     assert torch.equal(up.compressed.to_local(), whole.get_submodule(UP).compressed[start : start + 32])
     assert torch.equal(down.compressed.to_local(), whole.get_submodule(DOWN).compressed[:, start // 2 : start // 2 + 16])
     assert model.num_parameters() == whole.num_parameters()
+    # A kernel is told the size of the piece, not that of the layer.
+    told, original = [], ops.linear_inference
+
+    def linear(x: torch.Tensor, compressed: torch.Tensor, *rest: Any) -> torch.Tensor:
+        told.append(x.shape[-1] == 2 * compressed.shape[1] == rest[-1])
+        return original(x, compressed, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "linear_inference", linear)
+        logits(model)
+    assert len(told) == 14 and all(told)
 
 
 def tensor_parallel_logits_and_files_are_those_of_one_process() -> None:
