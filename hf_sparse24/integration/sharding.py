@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -72,19 +72,19 @@ def require_fitting_pieces(model: PreTrainedModel) -> None:
 _ADVICE = "; load with Sparse24Config(run_compressed=False), or leave the layer out of tp_plan"
 
 
-def is_sharded(model: PreTrainedModel) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether this process holds pieces of the parameters."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def require_whole_weights(model: PreTrainedModel) -> None:
-    """Check that a model into which dense weights are packed is not sharded.
+def require_whole_weights(model: nn.Module) -> None:
+    """Check that a model whose dense weights are to be packed is not sharded.
 
     Raises:
         ValueError: It is.
     """
     if is_sharded(model):
-        raise ValueError("a dense checkpoint cannot be packed while it is sharded over several processes: run hf-sparse24 compress first")
+        raise ValueError("dense weights cannot be packed while they are sharded over several processes: run hf-sparse24 compress first")
 
 
 @contextmanager

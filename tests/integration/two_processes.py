@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-from hf_sparse24 import Sparse24Config, Sparse24Linear, keep_masks
+from hf_sparse24 import ModelCompressor, Sparse24Config, Sparse24Linear, keep_masks
 from hf_sparse24.kernels import ops
 from hf_sparse24.modules import packed_layers
 from hf_sparse24.pattern import find_bad_groups
@@ -184,8 +184,13 @@ def tensor_parallel_styles_that_are_not_known_are_refused() -> None:
 
 def a_dense_checkpoint_is_not_packed_in_pieces() -> None:
     for parallel in (TP, FSDP):
-        with requires("cannot be packed while it is sharded over several processes: run hf-sparse24 compress first"):
+        message = "cannot be packed while they are sharded over several processes: run hf-sparse24 compress first"
+        with requires(message):
             load("dense", Sparse24Config(), parallel)
+        model = load("dense", None, parallel)
+        for pack in (ModelCompressor(Sparse24Config()).compress, ModelCompressor(Sparse24Config()).compress_model):
+            with requires(message):
+                pack(model)
 
 
 def pieces_are_not_taken_for_weights() -> None:
