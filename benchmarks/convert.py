@@ -1,13 +1,16 @@
 """Speed of packing and unpacking on a CPU, and time and memory of converting, saving and loading a whole checkpoint.
 
     python benchmarks/convert.py [--quick] [--peer PYTHON] [--out FILE]
+    python benchmarks/convert.py --gigabytes 16 [--folder FOLDER]       # a folder of that size, in shards of one layer
 
 Peers, measured in turn within one run: a plain copy of the dense bytes (numpy, into fresh memory, as packing writes into), and
 compressed-tensors 0.12.2, the last release that wrote the format, in a Python of its own (`--peer`, made if missing).
-Speeds are dense bytes over time.  Memory is anonymous memory of a fresh process (RssAnon), above what it held before.
+With --gigabytes: packing it, packing it again with a kill in the middle, unpacking; files are compared by SHA-256.  Twice N have to fit
+on the disk.  Speeds are dense bytes over time.  Memory is anonymous memory of a fresh process (RssAnon), above what it held before.
 """
 
 import argparse
+import hashlib
 import json
 import platform
 import shutil
@@ -21,11 +24,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+WORK_NAME = ".hf-sparse24-incomplete-work"
 PEER_VENV = ROOT / ".venv-ct0122"
 PEER_PACKAGES = ["torch==2.13.0", "compressed-tensors==0.12.2", "transformers==4.57.6"]
 SHAPES = [(4096, 8192), (28672, 4096)]
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8"]
 MIB = 2**20
+BIG_OUT = ROOT / "benchmarks" / "results" / "convert-big-cpu.json"
+# Of an 8B Llama.
+BIG_SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 1024}
 
 # Answers "pack NUMBER" and "unpack NUMBER" on standard input with seconds, or with the error's name.
 PEER = """
@@ -82,7 +89,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small tensors and a small model, to see that it runs")
     parser.add_argument("--peer", type=Path, help="Python with compressed-tensors 0.12.2")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "convert-cpu.json")
+    parser.add_argument("--gigabytes", type=float, help="convert a folder of this size instead; it is made, and removed")
+    parser.add_argument("--folder", type=Path, help="where that is done (default: the system's folder for such things)")
     arguments = parser.parse_args()
+    if arguments.gigabytes:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            big = measure_big_folder(Path(folder), arguments.gigabytes)
+        out = arguments.out if arguments.out != parser.get_default("out") else BIG_OUT
+        out.write_text(json.dumps({"benchmark": "convert --gigabytes", "environment": environment(), **big}, indent=2) + "\n")
+        print(json.dumps(big, indent=2))
+        return
     peer = arguments.peer or make_peer()
     repeats = 2 if arguments.quick else 5
     with tempfile.TemporaryDirectory() as folder:
@@ -278,6 +294,107 @@ def make_checkpoint(folder: Path, num_layers: int) -> int:
     prune(model)
     model.save_pretrained(folder, max_shard_size="200MB")
     return max(parameter.nbytes for parameter in model.parameters())
+
+
+# ---- a big folder ----------------------------------------------------------------------------------------------------------
+
+
+def measure_big_folder(folder: Path, gigabytes: float) -> dict[str, Any]:
+    """Pack, kill and go on, unpack; a record of each."""
+    dense, packed, resumed, unpacked = (folder / name for name in ("dense", "packed", "resumed", "unpacked"))
+    layer_bytes, largest_bytes = make_big_checkpoint(dense, gigabytes)
+    dense_bytes, num_shards, dense_digests = weights_bytes(dense), len(list(dense.glob("*.safetensors"))), digests(dense)
+    compress = run_job("compress_folder", dense, packed)
+    packed_bytes, packed_digests = weights_bytes(packed), digests(packed)
+    shutil.rmtree(packed)
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, "compress_folder", dense, resumed], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    journal = resumed / WORK_NAME / "journal"
+    started = time.perf_counter()
+    while not journal.exists() or journal.read_bytes().count(b'"file"') < num_shards // 2:
+        time.sleep(0.05)
+    job.kill()
+    job.wait()
+    killed_after_s = time.perf_counter() - started
+    kept = journal.read_bytes().count(b'"file"')
+    again = run_job("compress_folder", dense, resumed)
+    same_packed = digests(resumed) == packed_digests
+    shutil.rmtree(dense)
+    decompress = run_job("decompress_folder", resumed, unpacked)
+    same_unpacked = {name: value for name, value in digests(unpacked).items() if name.endswith(".safetensors")} == {
+        name: value for name, value in dense_digests.items() if name.endswith(".safetensors")
+    }
+    limit = 2 * layer_bytes + largest_bytes
+    peaks = [record["peak_bytes"] for record in (compress, again, decompress)]
+    return {
+        "dense_gb": round(dense_bytes / 1e9, 3),
+        "packed_gb": round(packed_bytes / 1e9, 3),
+        "shards": num_shards,
+        "shard_mib": round(layer_bytes / MIB, 1),
+        "largest_weight_mib": round(largest_bytes / MIB, 1),
+        "compress": show_job(compress, dense_bytes),
+        "killed": {"after_s": round(killed_after_s, 1), "shards_finished": kept},
+        "resume": {**show_job(again, dense_bytes), "same_bytes": same_packed},
+        "decompress": {**show_job(decompress, dense_bytes), "same_bytes": same_unpacked},
+        "target": f"peak <= {limit / MIB:.0f} MiB (two shards and one weight), the same bytes",
+        "met": bool(max(peaks) <= limit and same_packed and same_unpacked),
+    }
+
+
+def run_job(name: str, source: Path, out: Path) -> dict[str, float]:
+    done = subprocess.run([sys.executable, "-c", JOB, name, source, out], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def show_job(record: dict[str, float], dense_bytes: int) -> dict[str, float]:
+    seconds = record["time_s"]
+    return {
+        "time_s": round(seconds, 1),
+        "gb_per_s": round(dense_bytes / seconds / 1e9, 3),
+        "peak_mib": round(record["peak_bytes"] / MIB, 1),
+    }
+
+
+def make_big_checkpoint(folder: Path, gigabytes: float) -> tuple[int, int]:
+    """A dense Llama, one layer a shard, each the first one with its rows turned; bytes of a shard and of its largest weight."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hf_sparse24 import prune
+
+    model = LlamaForCausalLM._from_config(LlamaConfig(**BIG_SIZES, num_hidden_layers=1), dtype=torch.bfloat16)
+    prune(model)
+    state = model.state_dict()
+    layer = {name: tensor for name, tensor in state.items() if ".layers.0." in name}
+    layer_bytes = sum(tensor.nbytes for tensor in layer.values())
+    num_layers = max(2, round(gigabytes * 1e9 / layer_bytes))
+    model.config.num_hidden_layers = num_layers
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    weight_map = {}
+    for index in range(num_layers):
+        file = f"model-{index + 1:05}-of-{num_layers:05}.safetensors"
+        shard = {name.replace(".layers.0.", f".layers.{index}."): tensor.roll(index, 0) for name, tensor in layer.items()}
+        if index == 0:
+            shard |= {name: tensor for name, tensor in state.items() if name not in layer}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return largest_shard(folder), max(tensor.nbytes for tensor in layer.values())
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest = hashlib.sha256()
+        with path.open("rb") as opened:
+            while read := opened.read(2**22):
+                digest.update(read)
+        found[path.relative_to(folder).as_posix()] = digest.hexdigest()
+    return found
 
 
 def weights_bytes(folder: Path) -> int:

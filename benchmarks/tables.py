@@ -202,6 +202,20 @@ def folders() -> str:
     return f"{table(header, rows)}\n\nMissed targets: {'; '.join(missed) or 'none'}."
 
 
+def big_folder() -> str:
+    result = read("convert-big-cpu")
+    rows = [
+        (f"`hf-sparse24 {job}`", f"{result[job]['time_s']:.1f} s", f"{result[job]['peak_mib']:.0f} MiB")
+        for job in ("compress", "decompress")
+    ]
+    again = f"the same, after a kill at {result['killed']['shards_finished']} shards"
+    rows.insert(1, (again, f"{result['resume']['time_s']:.1f} s", f"{result['resume']['peak_mib']:.0f} MiB"))
+    same = all(result[job]["same_bytes"] for job in ("resume", "decompress"))
+    header = (f"a checkpoint of {result['dense_gb']:.1f} GB in {result['shards']} shards", "time", "anonymous memory above the start")
+    made = f"{_made(result)}; one thread, other work on the machine (load {result['environment']['load_at_start']} on two cores)"
+    return f"{made}\n\n{table(header, rows)}\n\nThe files of both detours are {'' if same else 'NOT '}the same, byte for byte."
+
+
 # ---- pruning ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -261,7 +275,19 @@ def _range(values: Iterable[float], digits: int = 0) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (short, layers, layers_said, quantised, quantised_said, generation, packing, folders, encoder, language_model)
+    for function in (
+        short,
+        layers,
+        layers_said,
+        quantised,
+        quantised_said,
+        generation,
+        packing,
+        folders,
+        big_folder,
+        encoder,
+        language_model,
+    )
 }
 
 

@@ -1,30 +1,24 @@
 """Packing, unpacking and converting checkpoint folders without the model: shard by shard, every other file carried over."""
 
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from hf_sparse24.checkpoint import (
     CONFIG_NAME,
-    INDEX_NAME,
-    PICKLE_NAMES,
     Checkpoint,
     PackedSlice,
     as_dense,
     find_packed,
     name_of_part,
     open_checkpoint,
-    read_json,
-    write_json,
 )
 from hf_sparse24.compressors import QUANTIZED_COMPRESSORS, BaseCompressor, BaseQuantizedCompressor
 from hf_sparse24.compressors.base import specs_of
@@ -37,11 +31,11 @@ from hf_sparse24.config import (
     parse_config,
     without_sparsity,
 )
+from hf_sparse24.converted_folder import converted_folder, new_folder
 from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.integration.quantizer import checkpoint_names, warn_left_dense
 from hf_sparse24.modules import listed, match_modules, refusal, tied_names
 from hf_sparse24.quantization import EIGHT_BIT, GPTQ_MARLIN, MARLIN, QuantizationScheme, common_scheme
-from hf_sparse24.staging import STAGE_PREFIX, WEIGHT_FILES, staged
 
 # What a folder can be converted to.
 CONVERTIBLE = (DenseSparsityConfig.format, Sparse24Config.format, SparseBitmaskConfig.format, MARLIN, GPTQ_MARLIN)
@@ -63,34 +57,41 @@ def compress_folder(source: str | Path, out: str | Path, config: SparsityConfig 
     config = config or Sparse24Config()
     if isinstance(config, DenseSparsityConfig):
         raise ValueError("the format dense packs nothing: copy the folder instead")
-    out = _new_folder(out, source)
+    out = new_folder(out, source)
     with open_checkpoint(source) as checkpoint:
         if find_packed(checkpoint.tensors, checkpoint.file_of):
             raise CheckpointError(f"{source}: is packed already; decompress it first")
         parsed = parse_config(checkpoint.config)
         if parsed.quantized or (parsed.sparsity is None and "quantization_config" in checkpoint.config):
             raise CheckpointError(f"{source}: is quantised ({CONFIG_NAME} says so); only dense checkpoints can be packed")
-        chosen, left_dense = _choose(checkpoint, config)
-        compressor = config.compressor
-        left_out, elements = 0, 0
-        with staged(out) as stage:
-            weight_map: dict[str, str] = {}
-            for file, names in logging.tqdm(checkpoint.shards.items(), desc="Packing shards"):
-                shard: dict[str, Tensor] = {}
-                for name in names:
-                    tensor = checkpoint.tensors[name][...]
-                    elements += tensor.numel()
-                    if name in chosen:
-                        parts = compressor.compress_weight(tensor)
-                        left_out += tensor.numel() - compressor.num_values(specs_of(parts), tuple(tensor.shape))
-                        shard |= {name_of_part(name, part): value for part, value in parts.items()}
-                    else:
-                        shard[name] = tensor
-                _write_shard(shard, stage, file, weight_map)
+        with converted_folder(checkpoint, out, to="packed", config=config.model_dump(mode="json")) as result:
+            choice = result.journal.fact("choice", lambda: _choose(checkpoint, config))
+            chosen, left_dense = set(choice["packed"]), choice["left dense"]
+            warn_left_dense(left_dense)
+            result.write_shards(lambda file: _pack_shard(checkpoint, file, chosen, config.compressor), "Packing shards")
             stored = config.model_copy(deep=True)
-            stored.global_sparsity = round(left_out / max(1, elements), 6)
+            stored.global_sparsity = round(result.total("left_out") / max(1, result.total("elements")), 6)
             stored.ignore_dense(name.removesuffix(".weight") for name in left_dense)
-            _write_rest(checkpoint, stage, weight_map, {**without_sparsity(checkpoint.config), "quantization_config": stored.to_dict()})
+            content = {**without_sparsity(checkpoint.config), "quantization_config": stored.to_dict()}
+            result.write_rest(content, checkpoint.tensors, chosen)
+
+
+def _pack_shard(
+    checkpoint: Checkpoint, file: str, chosen: Collection[str], compressor: BaseCompressor
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The tensors of a shard with parts in the place of chosen weights, and how many values there were and are left out."""
+    shard: dict[str, Tensor] = {}
+    left_out, elements = 0, 0
+    for name in checkpoint.shards[file]:
+        tensor = checkpoint.tensors[name][...]
+        elements += tensor.numel()
+        if name in chosen:
+            parts = compressor.compress_weight(tensor)
+            left_out += tensor.numel() - compressor.num_values(specs_of(parts), tuple(tensor.shape))
+            shard |= {name_of_part(name, part): value for part, value in parts.items()}
+        else:
+            shard[name] = tensor
+    return shard, {"left_out": left_out, "elements": elements}
 
 
 def decompress_folder(source: str | Path, out: str | Path) -> None:
@@ -104,7 +105,7 @@ def decompress_folder(source: str | Path, out: str | Path) -> None:
         CheckpointError: The source is damaged, in a form that cannot be read, or holds nothing packed.
         ValueError: `out` is not empty, or inside the source.
     """
-    out = _new_folder(out, source)
+    out = new_folder(out, source)
     with open_checkpoint(source) as checkpoint:
         parse_config(checkpoint.config)
         packed = find_packed(checkpoint.tensors, checkpoint.file_of, declared=True)
@@ -113,12 +114,11 @@ def decompress_folder(source: str | Path, out: str | Path) -> None:
         dense = as_dense(checkpoint.tensors, packed)
         home = _homes(checkpoint, packed)
         _warn_of_lost_scales(packed)
-        with staged(out) as stage:
-            weight_map: dict[str, str] = {}
-            for file in logging.tqdm(checkpoint.shards, desc="Unpacking shards"):
-                shard = {name: dense[name][...] for name in _names_in(checkpoint, file, dense, home)}
-                _write_shard(shard, stage, file, weight_map)
-            _write_rest(checkpoint, stage, weight_map, without_sparsity(checkpoint.config))
+        with converted_folder(checkpoint, out, to="dense") as result:
+            result.write_shards(
+                lambda file: ({name: dense[name][...] for name in _names_in(checkpoint, file, dense, home)}, {}), "Unpacking shards"
+            )
+            result.write_rest(without_sparsity(checkpoint.config), dense, ())
 
 
 def convert_folder(source: str | Path, out: str | Path, to: str, quantization: QuantizationScheme | str | None = None) -> None:
@@ -144,7 +144,7 @@ def convert_folder(source: str | Path, out: str | Path, to: str, quantization: Q
         if quantization is not None:
             raise ValueError("dense weights are not quantised: name another format")
         return decompress_folder(source, out)
-    target = _new_folder(out, source)
+    target = new_folder(out, source)
     with open_checkpoint(source) as checkpoint:
         parsed = parse_config(checkpoint.config)
         packed = find_packed(checkpoint.tensors, checkpoint.file_of, declared=True)
@@ -180,19 +180,22 @@ def _convert(checkpoint: Checkpoint, out: Path, packed: Mapping[str, PackedSlice
     home = _homes(checkpoint, packed)
     compressor, left_dense = config.compressor, [name for name, weight in packed.items() if "weight" in weight.compressor.parts]
     _warn_of_lost_scales(packed)
-    with staged(out) as stage:
-        weight_map: dict[str, str] = {}
-        for file in logging.tqdm(checkpoint.shards, desc="Converting shards"):
-            shard: dict[str, Tensor] = {}
-            for name in _names_in(checkpoint, file, dense, home):
-                if name in packed and name not in left_dense:
-                    parts = _repack(packed[name], compressor, keep_integers)
-                    shard |= {name_of_part(name, part): value for part, value in parts.items()}
-                else:
-                    shard[name] = dense[name][...]
-            _write_shard(shard, stage, file, weight_map)
+
+    def make(file: str) -> tuple[dict[str, Tensor], dict[str, int]]:
+        shard: dict[str, Tensor] = {}
+        for name in _names_in(checkpoint, file, dense, home):
+            if name in packed and name not in left_dense:
+                parts = _repack(packed[name], compressor, keep_integers)
+                shard |= {name_of_part(name, part): value for part, value in parts.items()}
+            else:
+                shard[name] = dense[name][...]
+        return shard, {}
+
+    with converted_folder(checkpoint, out, to="other", config=config.model_dump(mode="json"), keep_integers=keep_integers) as result:
+        result.write_shards(make, "Converting shards")
         config.ignore_dense(name.removesuffix(".weight") for name in left_dense)
-        _write_rest(checkpoint, stage, weight_map, {**without_sparsity(checkpoint.config), "quantization_config": config.to_dict()})
+        content = {**without_sparsity(checkpoint.config), "quantization_config": config.to_dict()}
+        result.write_rest(content, dense, set(packed) - set(left_dense))
 
 
 def _repack(weight: PackedSlice, compressor: BaseCompressor, keep_integers: bool) -> dict[str, Tensor]:
@@ -237,8 +240,8 @@ def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
         raise CheckpointError(f"{checkpoint.path / CONFIG_NAME}: does not describe a {name}: {reason}") from error
 
 
-def _choose(checkpoint: Checkpoint, config: SparsityConfig) -> tuple[set[str], dict[str, str]]:
-    """Names of the weights to pack, every one of which fits, and -> reason for those that stay dense."""
+def _choose(checkpoint: Checkpoint, config: SparsityConfig) -> dict[str, Any]:
+    """Names of the weights to pack, every one of which fits, and -> reason for those that stay dense; as plain data."""
     candidates = _select(checkpoint, config)
     refused, left_dense = {}, {}
     for name in logging.tqdm(sorted(candidates), desc="Checking weights"):
@@ -256,8 +259,7 @@ def _choose(checkpoint: Checkpoint, config: SparsityConfig) -> tuple[set[str], d
         raise ValueError(
             f"{checkpoint.path}: no weight can be stored sparse: {listed(left_dense) or 'no targeted weight of two dimensions'}"
         )
-    warn_left_dense(left_dense)
-    return chosen, left_dense
+    return {"packed": sorted(chosen), "left dense": left_dense}
 
 
 def _select(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
@@ -292,39 +294,3 @@ def _names_in(checkpoint: Checkpoint, file: str, dense: Iterable[str], home: Map
     """The tensors of the dense checkpoint whose shard this is."""
     own = set(checkpoint.shards[file])
     return [name for name in dense if home.get(name) == file or (name not in home and name in own)]
-
-
-def _new_folder(out: str | Path, source: str | Path) -> Path:
-    out = Path(out)
-    if Path(source).resolve() in (out.resolve(), *out.resolve().parents):
-        raise ValueError(f"{out}: the result needs a folder of its own, outside {source}")
-    if out.is_file() or (out.exists() and any(not path.name.startswith(STAGE_PREFIX) for path in out.iterdir())):
-        raise ValueError(f"{out}: exists and is not an empty folder; name a new one")
-    return out
-
-
-def _write_shard(shard: dict[str, Tensor], stage: Path, file: str, weight_map: dict[str, str]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in shard.items()}, stage / file, metadata={"format": "pt"})
-    weight_map |= dict.fromkeys(shard, file)
-
-
-def _write_rest(checkpoint: Checkpoint, stage: Path, weight_map: dict[str, str], config: dict[str, Any]) -> None:
-    if checkpoint.is_sharded:
-        metadata = read_json(checkpoint.path / INDEX_NAME).get("metadata", {})
-        sizes = [path.stat().st_size for path in stage.glob("*.safetensors")]
-        tensors_bytes = sum(sizes) - sum(_header_bytes(path) for path in stage.glob("*.safetensors"))
-        write_json(stage / INDEX_NAME, {"metadata": {**metadata, "total_size": tensors_bytes}, "weight_map": weight_map})
-    write_json(stage / CONFIG_NAME, config)
-    for path in sorted(checkpoint.path.iterdir()):
-        weights = WEIGHT_FILES.fullmatch(path.name) or any(path.match(pattern) for pattern in PICKLE_NAMES)
-        if path.name == CONFIG_NAME or weights or path.name in (".git", ".cache") or path.name.startswith(STAGE_PREFIX):
-            continue
-        if path.is_dir():
-            shutil.copytree(path, stage / path.name)
-        else:
-            shutil.copy2(path, stage / path.name)
-
-
-def _header_bytes(path: Path) -> int:
-    with path.open("rb") as opened:
-        return 8 + int.from_bytes(opened.read(8), "little")

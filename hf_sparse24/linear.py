@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from hf_sparse24.compressors import BaseCompressor, PackedTensorError, Sparse24Compressor, SparseBitmaskCompressor
@@ -92,6 +93,10 @@ class PackedLinear(nn.Linear):
     compressor: ClassVar[BaseCompressor]
     part_names: tuple[str, ...]
     """Suffixes of the parts that the layer holds."""
+    local_shape: tuple[int, int]
+    """Rows and columns of the weight that this process multiplies by: under tensor parallelism a piece of it."""
+    # Transformers' tensor parallelism then calls `forward` with this process's pieces as plain tensors.
+    _hf_quantized_needs_local_tp = True
 
     @classmethod
     def from_specs(
@@ -129,6 +134,7 @@ class PackedLinear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate the dense weight
         self.in_features, self.out_features = in_features, out_features
+        self.local_shape = out_features, in_features
         self.part_names = tuple(part for part in (*self.compressor.parts, *self.compressor.optional_parts) if part in specs)
         for part in self.part_names:
             empty = torch.empty(specs[part][1], dtype=specs[part][0], device=device)
@@ -163,7 +169,9 @@ class PackedLinear(nn.Linear):
 
         Raises:
             PackedTensorError: The packed tensors disagree with each other.
+            ValueError: The layer is sharded over several processes.
         """
+        self._require_whole()
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=self.dense_dtype)
         linear.weight = nn.Parameter(self.compressor.decompress_weight(self.parts()), requires_grad=self.dense_dtype.is_floating_point)
         linear.bias = self.bias
@@ -172,6 +180,10 @@ class PackedLinear(nn.Linear):
     def parts(self) -> dict[str, Tensor]:
         """The stored tensors by suffix; no copies."""
         return {part: getattr(self, part).detach() for part in self.part_names}
+
+    def _require_whole(self) -> None:
+        if isinstance(self.values, DTensor):
+            raise ValueError("this layer is sharded over several processes: save the model, and load it in one to unpack its weight")
 
     @property
     def values(self) -> Tensor:
@@ -198,16 +210,27 @@ class PackedLinear(nn.Linear):
         found = self.compressor.read_shape({part: _Header(value) for part, value in self.parts().items()})
         if found != shape:
             raise PackedTensorError(f"shape holds {found}, the layer is {shape}")
-        self.compressor.check_values(self.parts(), shape, self.num_values)
+        parts = self.parts()
+        if isinstance(self.values, DTensor):
+            # Pieces of whole rows, columns or units of them are checked where they are; others are put together.
+            in_pieces = self.compressor.cuts(specs_of(parts)) is not None
+            sharded = {part: value for part, value in parts.items() if isinstance(value, DTensor)}
+            whole = {part: value.to_local() if in_pieces else value.full_tensor() for part, value in sharded.items()}
+            parts, shape = {**parts, **whole}, self.local_shape
+        self.compressor.check_values(parts, shape, self.compressor.num_values(specs_of(parts), shape))
 
     def unpack(self) -> Tensor:
         """The dense weight (out_features, in_features), made anew for every call."""
         return self.compressor.decompress_weight(self.parts())
 
+    def _unpack_whole(self) -> Tensor:
+        self._require_whole()
+        return self.unpack()
+
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weight as a read-only tensor."""
-        return PackedWeight((self.out_features, self.in_features), self.dense_dtype, self.values.device, self.unpack)
+        return PackedWeight((self.out_features, self.in_features), self.dense_dtype, self.values.device, self._unpack_whole)
 
     def explain(self, rows: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> dispatch.Choice[Any]:
         """Which path multiplies by this layer's weight, and why each other does not; of a fused layer, by its group's.
@@ -298,7 +321,7 @@ class SparseLinear(PackedLinear):
 
     def unpack(self) -> Tensor:
         """The dense weight (out_features, in_features), made anew for every call."""
-        return ops.unpack(self.compressed, self.bitmask, self.in_features)
+        return ops.unpack(self.compressed, self.bitmask, self.local_shape[1])
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features)."""
@@ -308,7 +331,7 @@ class SparseLinear(PackedLinear):
         if torch.is_autocast_enabled(x.device.type):
             x, compressed, bias = _autocast(x, compressed, bias)
         multiply = ops.linear if torch.is_grad_enabled() else ops.linear_inference
-        return multiply(x, compressed, bitmask, bias, self._buffers["metadata"], self.in_features)
+        return multiply(x, compressed, bitmask, bias, self._buffers["metadata"], self.local_shape[1])
 
 
 def _autocast(x: Tensor, compressed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -349,6 +372,8 @@ class Sparse24Linear(SparseLinear):
         """
         if self.group is not None:
             return self.group.prepare()
+        if isinstance(self.compressed, DTensor):
+            return "the weight is sharded over several processes"
         if reason := dispatch.why_not("cusparselt", self.compressed.device, self.compressed.dtype):
             return reason
         try:

@@ -30,6 +30,7 @@ from hf_sparse24.integration.quantizer import (
     named_twice,
     sparsity_of,
 )
+from hf_sparse24.integration.sharding import require_whole_weights
 from hf_sparse24.modules import LAYERS, listed, packed_layers, tied_names
 from hf_sparse24.quantization import common_scheme
 
@@ -107,8 +108,9 @@ class ModelCompressor:
             Name in the model -> tensor; `model.save_pretrained(folder, state_dict=...)` and `update_config(folder)` store it.
 
         Raises:
-            ValueError: A targeted weight does not fit the format, or targets match nothing.
+            ValueError: A targeted weight does not fit the format, targets match nothing, or the model is sharded over several processes.
         """
+        require_whole_weights(model)
         _, weights = plan_weights(model, self.sparsity_config, original_names=False)
         return {name: weight.read() for name, weight in weights.items()}
 
@@ -125,8 +127,9 @@ class ModelCompressor:
 
         Raises:
             ValueError: A targeted weight or its integers do not fit the format, targets match nothing, no target is an `nn.Linear`,
-                or a name in `quantized` is none of a layer that is packed.
+                a name in `quantized` is none of a layer that is packed, or the model is sharded over several processes.
         """
+        require_whole_weights(model)
         quantized = quantized or {}
         chosen = choose_weights(model, self.sparsity_config)
         names = [name for name in chosen if type(model.get_submodule(name)) is nn.Linear]

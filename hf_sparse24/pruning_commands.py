@@ -48,16 +48,48 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from hf_sparse24 import Sparse24Config, SparseBitmaskConfig, distill, prune
-    from hf_sparse24.report import PRUNE_REPORT
+    from hf_sparse24.journal import open_journal, require_new
 
     if arguments.calibration is None and (arguments.method != "magnitude" or arguments.distill_minutes):
         raise ValueError("give --calibration FILE, or --method magnitude, which looks at no data and is by far the worst")
-    if arguments.out.exists() and (not arguments.out.is_dir() or any(arguments.out.iterdir())):
-        raise ValueError(f"{arguments.out}: exists and is not an empty folder")
     if arguments.report and arguments.report.suffix not in (".json", ".svg", ".txt"):
         raise ValueError(f"--report must end in .json, .svg or .txt, got {arguments.report}")
+    require_new(arguments.out)
     model, tokenizer = _open(arguments.model)
+    with open_journal(arguments.out, _task(arguments, model)) as journal:
+        report, result = _prune_into(journal, arguments, model, tokenizer)
+        journal.publish()
+    if arguments.report:
+        render = {".json": report.to_json, ".svg": report.to_svg, ".txt": report.__str__}[arguments.report.suffix]
+        arguments.report.write_text(render())
+    print(json.dumps(result, indent=1) if arguments.json else _summary(report, result))
+    return 0
+
+
+def _task(arguments: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """What decides the pruned weights."""
+    import hashlib
+
+    import torch
+
+    from hf_sparse24 import __version__
+    from hf_sparse24.journal import fingerprint
+
+    source, text = Path(arguments.model), arguments.calibration
+    ignored = {"run", "command", "json", "out", "report", "model", "calibration"}
+    return {
+        **{name: value for name, value in vars(arguments).items() if name not in ignored},
+        "model": fingerprint(source) if source.is_dir() else [arguments.model, model.config._commit_hash],
+        "calibration": None if text is None or not text.is_file() else hashlib.sha256(text.read_bytes()).hexdigest(),
+        "versions": [__version__, torch.__version__],
+    }
+
+
+def _prune_into(journal: Any, arguments: argparse.Namespace, model: Any, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
+    """Prune and save into the journal's stage."""
+    from hf_sparse24 import Sparse24Config, SparseBitmaskConfig, distill, prune
+    from hf_sparse24.report import PRUNE_REPORT
+
     data = {"tokenizer": tokenizer, "window": arguments.window, "seed": arguments.seed}
     report = prune(
         model,
@@ -71,6 +103,7 @@ def _prune(arguments: argparse.Namespace) -> int:
         true_sequential=arguments.true_sequential,
         num_windows=arguments.windows,
         device=arguments.device,
+        journal=journal,
         **data,
     )
     result: dict[str, Any] = {"out": str(arguments.out), **report.to_dict()}
@@ -81,14 +114,11 @@ def _prune(arguments: argparse.Namespace) -> int:
         model.to("cpu")
         result["distillation"] = learnt.to_dict()
     packed = Sparse24Config if report.pattern == "2:4" else SparseBitmaskConfig
-    model.save_pretrained(arguments.out, sparsity_config=packed(targets=arguments.targets, ignore=[*arguments.ignore, *report.left_dense]))
-    tokenizer.save_pretrained(arguments.out)
-    (arguments.out / PRUNE_REPORT).write_text(report.to_json())
-    if arguments.report:
-        render = {".json": report.to_json, ".svg": report.to_svg, ".txt": report.__str__}[arguments.report.suffix]
-        arguments.report.write_text(render())
-    print(json.dumps(result, indent=1) if arguments.json else _summary(report, result))
-    return 0
+    config = packed(targets=arguments.targets, ignore=[*arguments.ignore, *report.left_dense])
+    model.save_pretrained(journal.stage, sparsity_config=config)
+    tokenizer.save_pretrained(journal.stage)
+    (journal.stage / PRUNE_REPORT).write_text(report.to_json())
+    return report, result
 
 
 def _summary(report: Any, result: dict[str, Any]) -> str:

@@ -87,7 +87,7 @@ class QuantizedSparse24Linear(QuantizedLinear):
 
     def unpack(self) -> Tensor:
         """The dequantised weight (out_features, in_features), dtype of weight_scale."""
-        return ops.dequantize_8bit(self.compressed, self.bitmask, self.weight_scale, self.in_features)
+        return ops.dequantize_8bit(self.compressed, self.bitmask, self.weight_scale, self.local_shape[1])
 
     def _choose(self, rows: int, dtype: torch.dtype, device: torch.device, moved: bool) -> dispatch.Choice[Any]:
         options: dict[str, Any] = {"values": self.values.dtype, "quantize_x": self.quantize_x}
@@ -96,7 +96,7 @@ class QuantizedSparse24Linear(QuantizedLinear):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         parameters: dict[str, Any] = self._parameters
         packed = parameters["compressed"], parameters["bitmask"], parameters["weight_scale"]
-        return ops.linear_8bit(x, *packed, parameters.get("input_scale"), bias, self.in_features, self.quantize_x)
+        return ops.linear_8bit(x, *packed, parameters.get("input_scale"), bias, self.local_shape[1], self.quantize_x)
 
 
 class QuantizedSparseBitmaskLinear(QuantizedSparse24Linear):

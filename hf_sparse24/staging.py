@@ -35,15 +35,22 @@ def staged(folder: str | Path, variant: str | None = None) -> Iterator[Path]:
     stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
     try:
         yield stage
-        with _alone(folder):
-            _commit(stage, folder, variant)
+        publish(stage, folder, variant)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Two processes that move files into one folder take turns, where the file system knows locks."""
+def locked(folder: Path, wait: bool = True) -> Iterator[None]:
+    """No other process is in such a block with the same folder, where the file system knows locks.
+
+    Args:
+        folder: Which exists.
+        wait: For another process to leave its block.
+
+    Raises:
+        BlockingIOError: Another process is in its block, and `wait` is False.
+    """
     if sys.platform == "win32":
         yield
         return
@@ -51,8 +58,12 @@ def _alone(folder: Path) -> Iterator[None]:
 
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # a file system without locks
         yield
     finally:
         with contextlib.suppress(OSError):
@@ -60,7 +71,19 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _commit(stage: Path, folder: Path, variant: str | None) -> None:
+def publish(stage: Path, folder: Path, variant: str | None = None) -> None:
+    """Move the files of a stage into the folder, where they take the place of the checkpoint that was there.
+
+    Args:
+        stage: On the same file system.
+        folder: Its other files stay.
+        variant: See `staged`.
+    """
+    with locked(folder):
+        _move(stage, folder, variant)
+
+
+def _move(stage: Path, folder: Path, variant: str | None) -> None:
     new = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
     if Path(CONFIG_NAME) in new:
         (folder / CONFIG_NAME).unlink(missing_ok=True)

@@ -9,8 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_sparse24 import CheckpointError, DenseSparsityConfig, ModelCompressor, Sparse24Config, SparseBitmaskConfig, conversion
+from hf_sparse24 import CheckpointError, DenseSparsityConfig, ModelCompressor, Sparse24Config, SparseBitmaskConfig, converted_folder
 from hf_sparse24.conversion import compress_folder, decompress_folder
+from hf_sparse24.journal import WORK_NAME
 from tests.conftest import GOLDEN
 from tests.models import FAMILIES, files_of, llama, load_dense, load_kept, logits, packed_names, same_bytes, tensors_of
 
@@ -373,10 +374,10 @@ def test_interrupted_conversion_leaves_no_checkpoint(dense, monkeypatch, tmp_pat
             raise Interrupted
         save_file(*args, **kwargs)
 
-    monkeypatch.setattr(conversion, "save_file", failing)
+    monkeypatch.setattr(converted_folder, "save_file", failing)
     with pytest.raises(Interrupted):
         compress_folder(dense, tmp_path / "out")
-    assert files_of(tmp_path / "out") == {}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK_NAME]
     monkeypatch.undo()
     compress_folder(dense, tmp_path / "out")
     check_index(tmp_path / "out")

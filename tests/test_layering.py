@@ -9,11 +9,11 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "hf_sparse24"
 # Modules and subpackages, left to right; inside a subpackage any import that closes no circle is fine.
 ORDER = [
-    *("errors", "table", "chart", "pattern", "quantization", "compressors", "config", "checkpoint", "staging", "comparison", "verify"),
-    *("evidence", "card", "hub"),
+    *("errors", "table", "chart", "pattern", "quantization", "compressors", "config", "checkpoint", "staging", "journal"),
+    *("comparison", "verify", "evidence", "card", "hub"),
     *("kernels", "projection_group", "linear", "quantized_linear", "modules", "fusion", "squared_relu", "activation", "pruning"),
-    *("integration", "conversion", "model_compressor", "completeness", "kernel_report", "report", "__init__", "page", "demo", "doctor"),
-    *("bench", "model_bench", "pruning_commands", "publishing_commands", "cli"),
+    *("integration", "converted_folder", "conversion", "model_compressor", "completeness", "kernel_report", "report", "__init__"),
+    *("page", "demo", "doctor", "bench", "model_bench", "pruning_commands", "publishing_commands", "cli"),
 ]
 
 

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparse24.cli import main
+from hf_sparse24.journal import WORK_NAME
 from hf_sparse24.pattern import structure
 from hf_sparse24.pruning import make_batches, perplexity
-from hf_sparse24.report import inspect_folder
-from tests.models import KEPT, load_dense, packed_names, tensors_of
+from hf_sparse24.report import PRUNE_REPORT, inspect_folder
+from tests.models import KEPT, files_of, load_dense, packed_names, tensors_of
 from tests.pruning.test_one_shot import build
 from tests.test_demo import chat_folder, save_tokenizer
 
@@ -56,6 +57,82 @@ def test_prune_saves_a_compressed_model_with_its_tokenizer_and_report(capsys, ch
     errors = {f"{layer['name']}.weight": layer["relative_error"] for layer in result["layers"]}
     assert {weight.name: weight.pruning_error for weight in inspect_folder(tmp_path / "out").weights if weight.pruning_error} == errors
     assert (tmp_path / "report.svg").read_text().startswith("<svg")
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C."""
+
+
+def interrupt_after(number, monkeypatch):
+    """Let the `number`-th layer that is pruned be the last; returns the list of those that were."""
+    one_shot = importlib.import_module("hf_sparse24.pruning.one_shot")
+    original, pruned = one_shot._Pruner.prune_layer, []
+
+    def prune_layer(self, name, *args):
+        report = original(self, name, *args)
+        pruned.append(name)
+        if len(pruned) == number:
+            raise Interrupted
+        return report
+
+    monkeypatch.setattr(one_shot._Pruner, "prune_layer", prune_layer)
+    return pruned
+
+
+def files_but_times(folder):
+    """Every file; the report without the seconds that each layer took."""
+    files = files_of(folder)
+    report = json.loads(files[PRUNE_REPORT])
+    for part in (report, *report["layers"]):
+        del part["seconds"]
+    return files | {PRUNE_REPORT: report}
+
+
+@pytest.fixture(scope="module")
+def pruned_folder(chat_folder, text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert main(["prune", str(chat_folder), str(out), "--calibration", str(text), "--window", "32"]) == 0
+    return out
+
+
+@pytest.mark.parametrize("layers", [1, 7, 8, 14])
+def test_an_interrupted_run_goes_on_with_the_next_block(layers, capsys, chat_folder, text, pruned_folder, tmp_path, monkeypatch):
+    command = ("prune", chat_folder, tmp_path / "out", "--calibration", text, "--window", 32, "--json")
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        interrupt_after(layers, patch)
+        run(capsys, *command)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK_NAME]
+    pruned = interrupt_after(0, monkeypatch)
+    code, out, _ = run(capsys, *command)
+    assert code == 0 and len(json.loads(out)["layers"]) == 14
+    # Of a block in which it stopped, nothing is kept.
+    assert len(pruned) == (14 if layers < 8 else 7)
+    assert files_but_times(tmp_path / "out") == files_but_times(pruned_folder)
+
+
+def test_what_other_options_pruned_is_not_taken_over(capsys, chat_folder, text, pruned_folder, tmp_path, monkeypatch):
+    command = ("prune", chat_folder, tmp_path / "out", "--calibration", text, "--window", 32)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        interrupt_after(8, patch)
+        run(capsys, *command, "--damp", 0.1)
+    pruned = interrupt_after(0, monkeypatch)
+    code, _, err = run(capsys, *command)
+    assert code == 0 and "starting over" in err
+    assert len(pruned) == 14 and files_but_times(tmp_path / "out") == files_but_times(pruned_folder)
+
+
+def test_a_run_that_stopped_while_saving_prunes_nothing_again(capsys, chat_folder, text, pruned_folder, tmp_path, monkeypatch):
+    command = ("prune", chat_folder, tmp_path / "out", "--calibration", text, "--window", 32)
+
+    def fail(*_):
+        raise Interrupted
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr("hf_sparse24.journal.publish", fail)
+        run(capsys, *command)
+    pruned = interrupt_after(0, monkeypatch)
+    assert run(capsys, *command)[0] == 0
+    assert pruned == [] and files_but_times(tmp_path / "out") == files_but_times(pruned_folder)
 
 
 def test_distilling_lowers_the_loss_and_keeps_the_pattern(capsys, chat_folder, text, tmp_path, monkeypatch):

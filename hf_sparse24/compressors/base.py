@@ -8,6 +8,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -104,12 +105,29 @@ class BaseCompressor(ABC):
         """The parts of some rows, from open slices, or None where rows cannot be unpacked on their own."""
         return None
 
+    def cuts(self, specs: Mapping[str, Spec]) -> "Cuts | None":
+        """How a weight with these parts is divided over processes, or None where it cannot be."""
+        return None
+
     def require_names(self, specs: Mapping[str, Spec]) -> None:
         """Raise PackedTensorError if parts are missing or superfluous."""
         missing, extra = sorted(set(self.parts) - set(specs)), sorted(set(specs) - {*self.parts, *self.optional_parts})
         if missing or extra:
             wrong = f"missing {missing or 'none'}, superfluous {extra or 'none'}"
             raise PackedTensorError(f"expected the parts {', '.join(self.parts)}; {wrong}")
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How a packed weight is divided over processes.
+
+    `axes` tells along which axis of each part the weight's rows, and its columns, lie; None: every piece needs all of the part.
+    A cut between rows may stand at multiples of `rows`, one between columns at multiples of `columns`.
+    """
+
+    axes: Mapping[str, tuple[int | None, int | None]]
+    rows: int
+    columns: int
 
 
 class BaseQuantizedCompressor(BaseCompressor):

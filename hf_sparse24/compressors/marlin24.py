@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_sparse24.compressors.base import BaseQuantizedCompressor, PackedTensorError, Spec, require_finite, specs_of
+from hf_sparse24.compressors.base import BaseQuantizedCompressor, Cuts, PackedTensorError, Spec, require_finite, specs_of
 from hf_sparse24.errors import CheckpointError
 from hf_sparse24.pattern import find_bad_groups
 from hf_sparse24.quantization import (
@@ -257,6 +257,13 @@ class Marlin24Compressor(BaseQuantizedCompressor):
                 raise PackedTensorError(f"{part} is {specs[part][0]} of shape {specs[part][1]}, expected {spec[0]} of shape {spec[1]}")
         if scale[0] not in (1, k // GROUP_SIZE) or (scale[0] > 1 and k % GROUP_SIZE):
             raise PackedTensorError(f"{self.parts[2]} has {scale[0]} rows for in_features {k}: groups of {GROUP_SIZE}, or one, are read")
+
+    def cuts(self, specs: Mapping[str, Spec]) -> Cuts:
+        """Between the runs of rows and columns that are stored together; parts hold columns first."""
+        packed, meta, scale = self.parts
+        grouped = specs[scale][1][0] > 1
+        axes = {packed: (1, 0), meta: (1, 0), scale: (1, 0 if grouped else None)}
+        return Cuts(axes, rows=ROWS, columns=GROUP_SIZE if grouped else COLUMNS)
 
     def check_values(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], num_values: int) -> None:
         """Check that metadata names two columns for each group, and that scales are numbers.

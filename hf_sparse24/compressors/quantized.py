@@ -10,12 +10,13 @@ same checkpoint; it is read the same way.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_sparse24.compressors.base import BaseCompressor, BaseQuantizedCompressor, PackedTensorError, Spec, require_finite, specs_of
+from hf_sparse24.compressors.base import BaseCompressor, BaseQuantizedCompressor, Cuts, PackedTensorError, Spec, require_finite, specs_of
 from hf_sparse24.quantization import (
     EIGHT_BIT,
     FLOAT8,
@@ -160,6 +161,15 @@ class QuantizedCompressor(BaseQuantizedCompressor):
     def num_values(self, specs: Mapping[str, Spec], shape: tuple[int, ...]) -> int:
         """As the format of the values has it."""
         return self.sparsity.num_values(specs, shape)
+
+    def cuts(self, specs: Mapping[str, Spec]) -> Cuts | None:
+        """As the format of the values can be; scales of rows go with them."""
+        cuts = self.sparsity.cuts(specs)
+        if cuts is None:
+            return None
+        rows_axis = 0 if torch.Size(specs["weight_scale"][1]).numel() > 1 else None
+        whole = {part: (None, None) for part in self.optional_parts if part in specs}
+        return replace(cuts, axes={**cuts.axes, "weight_scale": (rows_axis, None), **whole})
 
     def cut_rows(self, parts: Mapping[str, Any], rows: slice, shape: tuple[int, ...]) -> dict[str, Any] | None:
         """The parts of some rows, where the sparse format can do it."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_sparse24.compressors.base import (
     BaseSparsityCompressor,
+    Cuts,
     PackedTensorError,
     Scratch,
     Spec,
@@ -86,6 +87,10 @@ class Sparse24Compressor(BaseSparsityCompressor):
             return None
         bitmask = parts["bitmask"][rows]
         return {"compressed": parts["compressed"][rows], "bitmask": bitmask, "shape": torch.tensor([len(bitmask), shape[1]])}
+
+    def cuts(self, specs: Mapping[str, Spec]) -> Cuts:
+        """Between any rows, and between bytes of the bitmask."""
+        return Cuts({"compressed": (0, 1), "bitmask": (0, 1)}, rows=1, columns=8)
 
     def compress_weight(self, weight: Tensor) -> dict[str, Tensor]:
         """Store a 2:4 weight as its kept values and a bitmask.

@@ -40,6 +40,7 @@ from hf_sparse24.config import CONFIG_KEYS, DenseSparsityConfig, SparsityConfig,
 from hf_sparse24.errors import CheckpointError, get_logger, warn
 from hf_sparse24.integration import activation
 from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer, checkpoint_names, named_twice
+from hf_sparse24.integration.sharding import require_fitting_pieces, require_whole_weights
 from hf_sparse24.kernels.dispatch import why_not_kept
 from hf_sparse24.modules import listed, tied_names
 
@@ -169,6 +170,8 @@ def _load_as_dense(original: Callable[..., Any], call: inspect.BoundArguments) -
     ours = isinstance(quantizer, Sparse24HfQuantizer)
     declared = vars(model.config).pop("_sparse24_declared", False) or (ours and quantizer.pre_quantized)
     packed = find_packed(tensors, where=_describe_files(load_config), declared=declared)
+    if ours and not quantizer.pre_quantized:
+        require_whole_weights(model)
     if not packed and not declared:
         return original(*call.args, **call.kwargs)
     kept = quantizer.kept if ours else {}
@@ -181,6 +184,8 @@ def _load_as_dense(original: Callable[..., Any], call: inspect.BoundArguments) -
     names = checkpoint_names(model, list(dense))
     if twice := named_twice(names):
         raise CheckpointError(f"{load_config.pretrained_model_name_or_path}: weights are stored twice: {listed(twice)}")
+    if ours:
+        require_fitting_pieces(model)
     call.arguments["state_dict"] = dense
     loading_info, offload_index = original(*call.args, **call.kwargs)
     _require_every_weight(model, loading_info)

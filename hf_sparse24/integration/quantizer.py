@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -27,6 +28,7 @@ from hf_sparse24.compressors.base import specs_of
 from hf_sparse24.config import SparsityConfig
 from hf_sparse24.errors import CheckpointError, get_logger, warn
 from hf_sparse24.fusion import fuse_projections, groups_of
+from hf_sparse24.integration.sharding import plan_parts
 from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import SHAPE_PARTS, PackedLinear, Sparse24Linear
 from hf_sparse24.modules import LAYERS, left_out, listed, packable_modules, packed_layers, refusal, tied_names
@@ -79,6 +81,7 @@ class Sparse24HfQuantizer(HfQuantizer):
         model, self._model = model or self._model, None
         if model is not None and self._packed:
             self.kept, self.left_dense = place_packed_layers(model, self._packed, weight_conversions)
+            plan_parts(model)
             self._packed = {}
         return weight_conversions
 
@@ -321,7 +324,7 @@ def check_packed_layers(model: nn.Module) -> None:
         CheckpointError: A bitmask or a shape is damaged; names the layer.
     """
     layers = list(packed_layers(model).items())
-    on_cpu = all(layer.values.device.type in ("cpu", "meta") for _, layer in layers)
+    on_cpu = all(layer.values.device.type in ("cpu", "meta") and not isinstance(layer.values, DTensor) for _, layer in layers)
     with ThreadPoolExecutor(torch.get_num_threads() if on_cpu else 1) as pool:
         for _ in pool.map(lambda named: _check_layer(*named), layers):
             pass
@@ -344,7 +347,8 @@ def prepare_kernels(layers: Mapping[str, PackedLinear], dtype: torch.dtype) -> N
             layer.prepare()
         whole = (isinstance(layer, Sparse24Linear) and layer.group) or layer
         if layer.values.device.type != "meta":  # offloaded to disk
-            shapes_of.setdefault(_preparation(layer, dtype), set()).add((whole.out_features, whole.in_features))
+            shape = layer.local_shape if whole is layer else (whole.out_features, whole.in_features)
+            shapes_of.setdefault(_preparation(layer, dtype), set()).add(shape)
     for (prepare, options), shapes in shapes_of.items():
         if reason := prepare(shapes=shapes, **dict(options)):
             logger.warning_once(f"packed layers unpack their weight for every call, because {reason}")

@@ -4,6 +4,8 @@ What is written is the checkpoint that Transformers would write (original names,
 some weights are packed.  Transformers itself writes config, generation config and custom code, from a shallow view of the
 model with its own config: the user's model is never changed.  Weights are read, packed and written one shard at a time.
 
+A model that is sharded over several processes is put together by all of them, tensor by tensor, and written by the first.
+
 Without the keyword the untouched original runs.  HF_SPARSE24_NO_PATCH=1 leaves both methods alone; `save_pretrained` below
 does the same as a function.
 """
@@ -19,7 +21,6 @@ from typing import Any
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -30,6 +31,7 @@ from hf_sparse24.errors import get_logger
 from hf_sparse24.integration import adapters
 from hf_sparse24.integration.plan import Weight, plan_weights
 from hf_sparse24.integration.quantizer import Sparse24HfQuantizer
+from hf_sparse24.integration.sharding import gather, is_sharded, on_first_process
 from hf_sparse24.staging import staged
 
 logger = get_logger(__name__)
@@ -59,25 +61,36 @@ def save_pretrained(model: PreTrainedModel, save_directory: str | os.PathLike, s
     """Save a model with packed weights: `model.save_pretrained(save_directory, sparsity_config=...)` as a function.
 
     Args:
-        model: Dense, or with packed layers.
+        model: Dense, or with packed layers.  If it is sharded over several processes, all of them have to call this.
         save_directory: Folder, made if missing.
         sparsity_config: A config, a dict of its fields, or "auto": pack each weight that is 2:4 or has enough zeros.
         kwargs: Those of `PreTrainedModel.save_pretrained`.
 
     Raises:
         ValueError: A targeted weight does not fit the format, a target matches nothing, or the model cannot be packed (quantised
-            by another method, sharded over processes, a PEFT adapter); nothing was written.
+            by another method, a PEFT adapter); nothing was written.
     """
     call = inspect.signature(_original("save_pretrained")).bind(model, save_directory, **kwargs)
     call.apply_defaults()
     arguments = dict(call.arguments)
     extra = arguments.pop("kwargs", {})
     _refuse(model, arguments)
-    config, weights = plan_weights(model, sparsity_config, arguments["state_dict"], arguments.get("save_original_format", True))
     push = {"commit_message", "commit_description", "repo_id", "create_pr", "private", "revision", "tags", "token"}
     if unknown := set(extra) - push:
         raise TypeError(f"save_pretrained() got unexpected keyword arguments {sorted(unknown)}")
-    arguments.pop("self"), arguments.pop("save_directory"), arguments.pop("state_dict")
+    sharded = is_sharded(model)
+    with on_first_process(sharded) as is_first:
+        if sharded:
+            arguments["state_dict"] = gather(model, arguments["state_dict"], keep=is_first)
+        if is_first:
+            _save(model, sparsity_config, arguments, extra)
+
+
+def _save(model: PreTrainedModel, sparsity_config: Any, arguments: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Write the files, and push them if that was asked for."""
+    state_dict, save_directory = arguments.pop("state_dict"), arguments.pop("save_directory")
+    config, weights = plan_weights(model, sparsity_config, state_dict, arguments.get("save_original_format", True))
+    arguments.pop("self")
     push_to_hub, is_main_process = arguments.pop("push_to_hub"), arguments["is_main_process"]
     max_shard_size, variant = arguments.pop("max_shard_size"), arguments["variant"]
     if not is_main_process:
@@ -116,7 +129,8 @@ def _original(name: str) -> Callable[..., Any]:
 def _save_pretrained(original: Callable[..., Any], model: PreTrainedModel, *args: Any, sparsity_config: Any = None, **kwargs: Any) -> Any:
     kept = isinstance(getattr(model, "hf_quantizer", None), Sparse24HfQuantizer)
     pushed = kwargs.get("push_to_hub") or inspect.signature(original).bind(model, *args, **kwargs).arguments.get("push_to_hub")
-    if sparsity_config is None and not (kept and pushed):
+    # Transformers puts sharded tensors together in their dtype, which not every backend can send, and then stores tied ones twice.
+    if sparsity_config is None and not (kept and (pushed or is_sharded(model))):
         return original(model, *args, **kwargs)
     if sparsity_config is None:
         sparsity_config = model.hf_quantizer.quantization_config
@@ -136,7 +150,8 @@ def _push_to_hub(original: Callable[..., Any], model: PreTrainedModel, *args: An
     saving = {"max_shard_size": arguments.pop("max_shard_size")} if "max_shard_size" in arguments else {}
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(model, folder, sparsity_config, **saving)
-        return _push(model, folder, **arguments)
+        with on_first_process(is_sharded(model)) as is_first:
+            return _push(model, folder, **arguments) if is_first else None
 
 
 def _refuse(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
@@ -153,8 +168,6 @@ def _refuse(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
         raise ValueError(f"a variant cannot be pushed, got variant={arguments['variant']!r}: save it, then upload it with `hf upload`")
     if os.path.isfile(arguments["save_directory"]):
         raise ValueError(f"{arguments['save_directory']} is a file, expected a folder")
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError("this model is sharded over several processes: save it dense, then run hf-sparse24 compress on the folder")
 
 
 def _view(model: PreTrainedModel, config: SparsityConfig | None) -> PreTrainedModel:
@@ -164,6 +177,8 @@ def _view(model: PreTrainedModel, config: SparsityConfig | None) -> PreTrainedMo
     own_config = copy.deepcopy(model.config)
     if config is not None:
         own_config.quantization_config = config
+    # Only the first process saves a sharded model: Transformers must not wait for the others.
+    own_config.__dict__.pop("distributed_config", None)
     view.__dict__.update(config=own_config, hf_quantizer=None, _weight_conversions=[])
     return view
 

@@ -39,14 +39,18 @@ def stored_masks(model: nn.Module) -> dict[str, Tensor]:
 def masks_of_weights(model: nn.Module) -> dict[str, Tensor]:
     """Masks of a model that was loaded: of every Linear weight that is 2:4, its two largest of each group of four.
 
-    Those are the positions that a packed checkpoint stores, kept zeros included.
+    Those are the positions that a packed checkpoint stores, kept zeros included.  Weights that are sharded are put together, one at a
+    time: every process has to call this.
     """
-    return {
-        f"{name}.weight": mask_2_4(module.weight)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module.in_features % 4 == 0
-        if bool(is_nonzero(module.weight).any()) and find_bad_groups(module.weight) is None
-    }
+    masks = {}
+    for name, module in model.named_modules():
+        sharded = isinstance(getattr(module, "weight", None), DTensor)
+        # A layer that FSDP2 was applied to is of a class of its own.
+        if (type(module) is nn.Linear or (sharded and isinstance(module, nn.Linear))) and module.in_features % 4 == 0:
+            weight = module.weight.full_tensor() if isinstance(module.weight, DTensor) else module.weight
+            if bool(is_nonzero(weight).any()) and find_bad_groups(weight) is None:
+                masks[f"{name}.weight"] = mask_2_4(weight)
+    return masks
 
 
 @torch.no_grad()

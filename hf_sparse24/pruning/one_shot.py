@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from hf_sparse24.config import Sparse24Config
+from hf_sparse24.journal import Journal
 from hf_sparse24.linear import PackedLinear
 from hf_sparse24.modules import listed, match_modules, tied_names
 from hf_sparse24.pattern import is_nonzero
@@ -24,6 +25,7 @@ from hf_sparse24.pruning.blocks import Chain, Unit, Watcher, evaluating, find_un
 from hf_sparse24.pruning.calibration import BATCH_SIZE, NUM_WINDOWS, WINDOW, Batch, make_batches
 from hf_sparse24.pruning.hessian import full_precision, squared_error
 from hf_sparse24.pruning.masks import store_mask
+from hf_sparse24.pruning.progress import prune_once
 from hf_sparse24.pruning.report import LayerReport, PruneReport
 from hf_sparse24.pruning.sparsity import Sparsity, as_sparsity
 
@@ -61,6 +63,7 @@ def prune(
     seed: int = 0,
     device: torch.device | str | None = None,
     after_layer: AfterLayer | None = None,
+    journal: Journal | None = None,
 ) -> PruneReport:
     """Make a model's linear layers 2:4, in place; each gets its mask as the buffer `weight_kept` (see masks.py).
 
@@ -85,6 +88,7 @@ def prune(
         device: Where blocks are moved to, one at a time, to run and to be pruned; by default all stays where it is.
         after_layer: Called with name, module and X^T X / tokens (None without calibration) of each pruned layer, before
             anything runs on it: the place to quantise it.
+        journal: Of a task that may be interrupted (journal.py): blocks that it holds are put back, others are put into it.
 
     Returns:
         The error of each layer, and which targeted layers were not pruned.
@@ -95,11 +99,13 @@ def prune(
     """
     started = time.perf_counter()
     sparsity = as_sparsity(pattern)
+    if journal and after_layer:
+        raise ValueError("after_layer cannot be combined with journal: blocks that are put back would not be given to it")
     if refine not in (None, "cg"):
         raise ValueError(f"refine must be 'cg' or None, got {refine!r}")
     layers, left_dense = _select(model, targets, ignore, sparsity)
     chosen = _choose_methods(model, list(layers), method or (WITHOUT_DATA if calibration is None else DEFAULT))
-    pruner = _Pruner(layers, chosen, sparsity, refine == "cg", damp, None if device is None else torch.device(device), after_layer)
+    pruner = _Pruner(layers, chosen, sparsity, refine == "cg", damp, None if device is None else torch.device(device), after_layer, journal)
     label = method if isinstance(method, str) else "/".join(dict.fromkeys(chosen.values()))
     report = PruneReport(f"{label}+cg" if refine else label, str(sparsity), left_dense=left_dense)
     if calibration is None:
@@ -187,6 +193,7 @@ class _Pruner:
     damp: float
     device: torch.device | None
     after_layer: AfterLayer | None
+    journal: Journal | None = None
     never_run: list[str] = field(default_factory=list)
 
     def prune_unit(self, model: Any, unit: Unit, batches: list[Batch], true_sequential: bool) -> Iterator[LayerReport]:
@@ -194,7 +201,12 @@ class _Pruner:
         chain = start_chain(model, unit, batches) if unit.is_chain else None
         for index, names in logging.tqdm(list(enumerate(unit.layers)), desc=f"Pruning {unit.name}"):
             with _moved(unit.blocks[index] if chain else None, self.device) as device:
-                yield from self._prune_block(_runs(model, chain, index, batches, device), names, true_sequential)
+                prune = partial(self._prune_block, _runs(model, chain, index, batches, device), names, true_sequential)
+                if self.journal and names:
+                    layers = {name: self.layers[name] for name in names}
+                    yield from prune_once(self.journal, f"{unit.name}.{index}", layers, prune, self.never_run)
+                else:
+                    yield from prune()
                 if chain and index + 1 < len(unit.blocks):
                     chain.advance(index, device)
 
