@@ -201,7 +201,7 @@ def _outcomes(
     owners = {name: (target.rpartition(".")[0], merged) for name, (target, merged) in checkpoint_names(model, names).items()}
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     modules = {name: classes.get(owner, "") for name, (owner, _) in owners.items()}
-    kept, left_dense = place_packed_layers(model, packed, get_model_conversion_mapping(model))
+    kept, _, left_dense = place_packed_layers(model, packed, get_model_conversion_mapping(model))
     why = _why_unpacked(parsed)
     outcomes = dict.fromkeys(names, OnLoad("dense", "stored dense", False))
     outcomes |= {name: OnLoad("dense", reason, False) for name, reason in left_dense.items()}
