@@ -50,7 +50,7 @@ class Merged:
             yield f"{self.experts}.{member}", place
 
     def module_of(self, renamed: str) -> str | None:
-        """What module a weight in a checkpoint would be."""
+        """What module a weight in a checkpoint, after renaming, would be."""
         for member, source in zip(self.members, self.sources, strict=True):
             if found := re.search(re.escape(source).replace(r"\*", r"(\d+)") + "$", renamed):
                 return f"{self.experts}.{member.replace('*', found[1])}"
@@ -151,6 +151,25 @@ def whole_experts(selected: set[str], merged: Mapping[str, Merged]) -> tuple[dic
     return {name: parameter for name, parameter in merged.items() if parameter.experts in whole}, reasons
 
 
+def members_in_checkpoint(targets: Mapping[str, str], merged: Mapping[str, Merged], conversions: Iterable[Any]) -> dict[str, str]:
+    """Name in a checkpoint -> what module it would be, of weights that are merged into some parameters.
+
+    Args:
+        targets: Name in the checkpoint -> parameter that it becomes or is merged into.
+        merged: By name; others are passed over.
+        conversions: Those that the loader applies.
+    """
+    renamings = [copy.deepcopy(c) for c in conversions if isinstance(c, WeightRenaming)]
+    modules = {}
+    for name, target in targets.items():
+        renamed = name
+        for renaming in renamings:
+            renamed = renaming.rename_source_key(renamed)[0]
+        if target in merged and (module := merged[target].module_of(renamed)) is not None:
+            modules[name] = module
+    return modules
+
+
 # ---- packed checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -181,15 +200,14 @@ def place_packed_experts(
         conversions: The renamings and merges that the loader will apply.
     """
     merged, reasons = find_merged(model, conversions) if targets else ({}, {})
-    renamings = [copy.deepcopy(c) for c in conversions if isinstance(c, WeightRenaming)]
+    modules = members_in_checkpoint(targets, merged, conversions)
     placed = PlacedExperts({}, {}, {})
     found: dict[str, dict[str, str]] = {parameter.experts: {} for parameter in merged.values()}
     for name, target in targets.items():
-        module = merged[target].module_of(_renamed(name, renamings)) if target in merged else None
-        if module is None:
-            placed.left_dense[name] = reasons.get(target.rpartition(".")[0], "the loader merges or changes this tensor")
+        if name in modules:
+            found[merged[target].experts][modules[name]] = name
         else:
-            found[merged[target].experts][module] = name
+            placed.left_dense[name] = reasons.get(target.rpartition(".")[0], "the loader merges or changes this tensor")
     for experts, names in found.items():
         parameters = [parameter for parameter in merged.values() if parameter.experts == experts]
         if reason := _why_dense(parameters, names, packed):
@@ -210,12 +228,6 @@ def _place(model: PreTrainedModel, parameters: list[Merged], names: Mapping[str,
         placed.kept.update(dict.fromkeys(in_order, parameter.name))
         placed.pieces[parameter.name] = [in_order[start : start + step] for start in range(0, len(in_order), step)]
     model.set_submodule(parameters[0].experts, Sparse24Experts(experts, weights))
-
-
-def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
-    for renaming in renamings:
-        name = renaming.rename_source_key(name)[0]
-    return name
 
 
 def _why_dense(parameters: list[Merged], names: Mapping[str, str], packed: Mapping[str, PackedSlice]) -> str | None:

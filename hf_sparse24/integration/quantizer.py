@@ -241,9 +241,8 @@ class PackOnLoad(ConversionOps):
                 quantizer.refused[merged.name] = str(error)
                 return {}
             quantizer.left_dense[merged.name] = str(error)
-            for projection, weights in packed.items():
+            for projection, weights in quantizer._packed_projections.pop(merged.experts).items():
                 setattr(experts, projection, nn.Parameter(weights.unpack()))
-            packed.clear()
             return {merged.name: weight}
         if len(packed) == len(siblings):
             model.set_submodule(merged.experts, Sparse24Experts(experts, quantizer._packed_projections.pop(merged.experts)))
@@ -449,7 +448,7 @@ def complete_scheme(layers: Mapping[str, PackedLinear], config: SparsityConfig) 
 
 def mark_as_packed(model: PreTrainedModel, quantizer: Sparse24HfQuantizer) -> None:
     """Make a model with packed layers one that Transformers treats as quantised by us."""
-    for layer in packed_layers(model).values():
+    for layer in packed_weights(model).values():
         for part in layer.part_names:
             if part not in SHAPE_PARTS:
                 getattr(layer, part).requires_grad_(False)

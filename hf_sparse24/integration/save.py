@@ -26,6 +26,7 @@ from transformers.utils import logging
 from hf_sparse24 import hub
 from hf_sparse24.checkpoint import INDEX_NAME, WEIGHTS_NAME, write_json
 from hf_sparse24.config import SparsityConfig
+from hf_sparse24.experts import packed_projections
 from hf_sparse24.integration import adapters
 from hf_sparse24.integration.plan import Weight, plan_weights
 from hf_sparse24.integration.quantizer import Sparse24HfQuantizer
@@ -115,7 +116,9 @@ def _original(name: str) -> Callable[..., Any]:
 def _save_pretrained(original: Callable[..., Any], model: PreTrainedModel, *args: Any, sparsity_config: Any = None, **kwargs: Any) -> Any:
     kept = isinstance(getattr(model, "hf_quantizer", None), Sparse24HfQuantizer)
     pushed = kwargs.get("push_to_hub") or inspect.signature(original).bind(model, *args, **kwargs).arguments.get("push_to_hub")
-    if sparsity_config is None and not (kept and pushed):
+    # Transformers looks offloaded tensors up in the model, where those of experts are merged.
+    offloaded = any(weights.values.is_meta for weights in packed_projections(model).values())
+    if sparsity_config is None and not (kept and (pushed or offloaded)):
         return original(model, *args, **kwargs)
     if sparsity_config is None:
         sparsity_config = model.hf_quantizer.quantization_config
