@@ -39,8 +39,8 @@ from hf_sparse24.config import (
     without_sparsity,
 )
 from hf_sparse24.errors import CheckpointError, warn
-from hf_sparse24.integration.merging import expert_classes, find_merged, members_in_checkpoint
 from hf_sparse24.integration.quantizer import checkpoint_names, warn_left_dense
+from hf_sparse24.merged import expert_classes, find_merged, members_in_checkpoint
 from hf_sparse24.modules import listed, match_modules, refusal, tied_names
 from hf_sparse24.quantization import EIGHT_BIT, GPTQ_MARLIN, MARLIN, QuantizationScheme, common_scheme
 from hf_sparse24.staging import STAGE_PREFIX, WEIGHT_FILES, staged

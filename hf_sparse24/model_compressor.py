@@ -22,7 +22,6 @@ from hf_sparse24.config import CONFIGS, DenseSparsityConfig, Sparse24Config, Spa
 from hf_sparse24.conversion import compress_folder, decompress_folder
 from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.experts import ExpertWeights, Sparse24Experts, packed_experts
-from hf_sparse24.integration.merging import Merged, find_merged, whole_experts
 from hf_sparse24.integration.plan import choose_weights, plan_weights
 from hf_sparse24.integration.quantizer import (
     Sparse24HfQuantizer,
@@ -32,6 +31,7 @@ from hf_sparse24.integration.quantizer import (
     named_twice,
     sparsity_of,
 )
+from hf_sparse24.merged import Merged, by_module, find_merged, whole_experts
 from hf_sparse24.modules import LAYERS, listed, packed_layers, packed_weights, tied_names
 from hf_sparse24.quantization import common_scheme
 
@@ -159,10 +159,7 @@ class ModelCompressor:
         whole, partly = whole_experts(chosen, find_merged(model)[0])
         if partly:
             warn(f"experts that stay dense: {listed(partly)}")
-        experts: dict[str, list[Merged]] = {}
-        for parameter in whole.values():
-            experts.setdefault(parameter.experts, []).append(parameter)
-        return experts
+        return by_module(whole)
 
     def decompress_model(self, model: nn.Module) -> nn.Module:
         """Replace packed layers by plain `nn.Linear`, packed experts by plain ones, in place.

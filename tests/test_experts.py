@@ -100,6 +100,11 @@ def test_operator_is_what_torch_expects_of_one(requires_grad):
     torch.library.opcheck(ops.experts_linear_grad_x, (torch.randn(6, 24), *rest))
 
 
+def test_compilers_keep_the_operator_out_of_cuda_graphs():
+    """As long as the host reads offsets."""
+    assert all(torch.Tag.cudagraph_unsafe in op.tags for op in (ops.experts_linear, ops.experts_linear_grad_x))
+
+
 def test_operator_names_what_does_not_fit():
     (x, compressed, bitmask, offsets, in_features), _ = operands((3, 2))
     meta = [tensor.to("meta") for tensor in (x, compressed, bitmask, offsets)]

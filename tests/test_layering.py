@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "hf_sparse24"
 # Modules and subpackages, left to right; inside a subpackage any import that closes no circle is fine.
 ORDER = [
     *("errors", "table", "pattern", "quantization", "compressors", "config", "checkpoint", "staging", "hub"),
-    *("kernels", "projection_group", "linear", "quantized_linear", "experts", "modules", "fusion", "pruning"),
+    *("kernels", "projection_group", "linear", "quantized_linear", "experts", "merged", "modules", "fusion", "pruning"),
     *("integration", "conversion", "model_compressor", "report", "__init__", "demo", "doctor", "pruning_commands", "cli"),
 ]
 

@@ -15,6 +15,7 @@ PUBLIC_NAMES = {
     "PruneReport",
     "QuantizationScheme",
     "Sparse24Config",
+    "Sparse24Experts",
     "Sparse24Linear",
     "SparseBitmaskConfig",
     "SparseBitmaskLinear",

@@ -21,9 +21,9 @@ from hf_sparse24.compressors.base import STORABLE_DTYPES, specs_of
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config
 from hf_sparse24.errors import warn
 from hf_sparse24.experts import ExpertWeights, piece, split_parts
-from hf_sparse24.integration.merging import Merged, expert_classes, find_merged
 from hf_sparse24.integration.quantizer import warn_left_dense
 from hf_sparse24.linear import PackedLinear
+from hf_sparse24.merged import Merged, expert_classes, find_merged
 from hf_sparse24.modules import LISTED, left_out, listed, match_modules, packed_weights, refusal, tied_names, unused_ignores
 from hf_sparse24.pattern import is_nonzero, structure
 from hf_sparse24.quantization import common_scheme

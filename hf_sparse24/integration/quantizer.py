@@ -29,9 +29,10 @@ from hf_sparse24.config import SparsityConfig
 from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.experts import ExpertWeights, Sparse24Experts, packed_experts, piece, split_parts
 from hf_sparse24.fusion import fuse_projections, groups_of
-from hf_sparse24.integration.merging import Merged, expert_classes, find_merged, place_packed_experts, whole_experts
+from hf_sparse24.integration.merging import place_packed_experts
 from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import SHAPE_PARTS, PackedLinear, Sparse24Linear
+from hf_sparse24.merged import Merged, expert_classes, find_merged, whole_experts
 from hf_sparse24.modules import LAYERS, left_out, listed, packable_modules, packed_layers, packed_weights, refusal, tied_names
 from hf_sparse24.quantization import common_scheme
 from hf_sparse24.quantized_linear import Marlin24Linear, QuantizedLinear

@@ -17,9 +17,11 @@ LIB.define("linear_inference(Tensor x, Tensor compressed, Tensor bitmask, Tensor
 # One product with weights whose rows follow each other in memory, as if they were one.  Without gradients.
 LIB.define("linear_group(Tensor x, Tensor[] compressed, Tensor[] bitmask, Tensor[] bias, Tensor? metadata, int in_features) -> Tensor")
 # Rows of x, sorted by expert, times the weight of each row's expert; `plans.experts_linear` has shapes.  Rows and experts are told by
-# tensors on the device alone: neither shapes nor code depend on how many rows an expert has.
-LIB.define("experts_linear(Tensor x, Tensor compressed, Tensor bitmask, Tensor offsets, int in_features) -> Tensor")
-LIB.define("experts_linear_grad_x(Tensor grad_y, Tensor compressed, Tensor bitmask, Tensor offsets, int in_features) -> Tensor")
+# tensors on the device alone: neither shapes nor code around the operator depend on how many rows an expert has.  What runs today
+# asks the device for the offsets, which the compiler is told: it keeps the operator out of its CUDA graphs.
+HOST = (torch.Tag.cudagraph_unsafe,)
+LIB.define("experts_linear(Tensor x, Tensor compressed, Tensor bitmask, Tensor offsets, int in_features) -> Tensor", tags=HOST)
+LIB.define("experts_linear_grad_x(Tensor grad_y, Tensor compressed, Tensor bitmask, Tensor offsets, int in_features) -> Tensor", tags=HOST)
 LIB.define("linear_grad_x(Tensor grad_y, Tensor compressed, Tensor bitmask, int in_features) -> Tensor")
 LIB.define("dequantize_8bit(Tensor compressed, Tensor bitmask, Tensor weight_scale, int in_features) -> Tensor")
 LIB.define("dequantize_marlin24(Tensor weight_packed, Tensor meta, Tensor scale_packed, int num_bits, bool scales_permuted) -> Tensor")
