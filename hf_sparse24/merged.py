@@ -103,8 +103,10 @@ def _find_sources(experts: str, projection: str, converters: list[WeightConverte
             continue
         names = [parameter.removesuffix(target) + source.replace("*", "0") for source in sources]
         leads_here = all(converter.rename_source_key(name) == (parameter, source) for name, source in zip(names, sources, strict=True))
-        if leads_here and all(name.startswith(prefix) and name.endswith(".weight") for name in names):
-            return tuple(f"*.{name.removeprefix(prefix).removesuffix('.weight')}" for name in names), sources
+        members = tuple(name.removeprefix(prefix).removesuffix(".weight") for name in names)
+        as_expected = all(name == f"{prefix}{member}.weight" for name, member in zip(names, members, strict=True))
+        if leads_here and as_expected and not any("." in member for member in members):
+            return tuple(f"*.{member}" for member in members), sources
     return None
 
 
