@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hf_sparse24.merged import find_merged
 from hf_sparse24.pattern import find_bad_groups, is_nonzero, mask_2_4
 
 SUFFIX = "_kept"
@@ -37,16 +38,15 @@ def stored_masks(model: nn.Module) -> dict[str, Tensor]:
 
 
 def masks_of_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Masks of a model that was loaded: of every Linear weight that is 2:4, its two largest of each group of four.
+    """Masks of a model that was loaded: of every 2:4 weight of a Linear or of merged experts, its two largest of each group of four.
 
     Those are the positions that a packed checkpoint stores, kept zeros included.
     """
-    return {
-        f"{name}.weight": mask_2_4(module.weight)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module.in_features % 4 == 0
-        if bool(is_nonzero(module.weight).any()) and find_bad_groups(module.weight) is None
-    }
+    names = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}.union(find_merged(model)[0])
+    parameters = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if name in names}
+    rows = {name: weight.flatten(0, -2) for name, weight in parameters.items() if weight.shape[-1] % 4 == 0}
+    sparse = {name: weight for name, weight in rows.items() if bool(is_nonzero(weight).any()) and find_bad_groups(weight) is None}
+    return {name: mask_2_4(weight).view(parameters[name].shape) for name, weight in sparse.items()}
 
 
 @torch.no_grad()
