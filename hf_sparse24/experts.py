@@ -280,7 +280,7 @@ def split_parts(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tup
 
 
 def piece(merged: Tensor, place: tuple[int, slice] | None) -> Tensor:
-    """A part of a merged tensor as a tensor of its own: a view, but writers of files may put the pieces into different ones."""
+    """A part of a merged tensor as a tensor of its own: a view, but Transformers would copy what shares a storage before it saves."""
     if place is None:
         return merged
     return merged[place] if merged.is_meta else own_storage(merged[place])

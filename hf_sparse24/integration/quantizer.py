@@ -242,9 +242,8 @@ class PackOnLoad(ConversionOps):
                 quantizer.refused[merged.name] = str(error)
                 return {}
             quantizer.left_dense[merged.name] = str(error)
-            for projection, weights in quantizer._packed_projections.pop(merged.experts).items():
-                setattr(experts, projection, nn.Parameter(weights.unpack()))
-            return {merged.name: weight}
+            dense_again = quantizer._packed_projections.pop(merged.experts)
+            return {merged.name: weight, **{f"{merged.experts}.{name}": weights.unpack() for name, weights in dense_again.items()}}
         if len(packed) == len(siblings):
             model.set_submodule(merged.experts, Sparse24Experts(experts, quantizer._packed_projections.pop(merged.experts)))
         return {}

@@ -113,6 +113,9 @@ def test_auto_finds_experts_and_a_kept_model_is_saved_so_again(saved, tmp_path):
     assert files_of(tmp_path / "again") == files_of(tmp_path / "auto")
     kept.save_pretrained(tmp_path / "auto-again", sparsity_config="auto")
     assert parts_equal(tensors_of(tmp_path / "auto-again"), tensors_of(tmp_path / "auto"))
+    again = saved.load(tmp_path / "auto-again")
+    again.save_pretrained(tmp_path / "third", sparsity_config=again.config.quantization_config)
+    assert parts_equal(tensors_of(tmp_path / "third"), tensors_of(tmp_path / "auto"))
 
 
 @pytest.mark.parametrize(
@@ -166,18 +169,31 @@ def test_expert_that_is_not_2_4_is_named_and_nothing_is_written(mixtral, way, tm
     assert not (tmp_path / "out").exists() or files_of(tmp_path / "out") == {}
 
 
-def test_expert_that_is_not_2_4_stays_dense_where_that_is_asked_for(mixtral, tmp_path):
-    model, skip = not_2_4(mixtral.build()), Sparse24Config(on_dense="skip", run_compressed=True)
+@pytest.mark.parametrize(("projection", "member"), [("gate_up_proj", "2.w3"), ("down_proj", "2.w2")])
+def test_expert_that_is_not_2_4_stays_dense_where_that_is_asked_for(mixtral, projection, member, tmp_path):
+    """Also if a projection of its module was packed already: that one becomes dense again."""
+    model, skip = mixtral.build(), Sparse24Config(on_dense="skip", run_compressed=True)
+    model.model.layers[1].mlp.experts.get_parameter(projection).data[2, -3, 4:8] = 0.5
     model.save_pretrained(tmp_path / "dense")
     reference = logits(load_dense(tmp_path / "dense"))
-    with pytest.warns(UserWarning, match=r"1 targeted weights are stored dense: model\.layers\.1\.mlp\.experts\.2\.w3"):
+    with pytest.warns(UserWarning, match=rf"1 targeted weights are stored dense: model\.layers\.1\.mlp\.experts\.{member}"):
         model.save_pretrained(tmp_path / "packed", sparsity_config=skip)
     assert sum(f"{name}.weight" in tensors_of(tmp_path / "packed") for name in mixtral.experts) == 1
     loaded = mixtral.load(tmp_path / "dense", skip)
     for kept in (load_kept(tmp_path / "packed"), loaded):
         assert list(packed_experts(kept)) == ["model.layers.0.mlp.experts"]
         assert torch.equal(logits(kept), reference)
-    assert "2.w3" in loaded.hf_quantizer.left_dense["model.layers.1.mlp.experts.gate_up_proj"]
+    assert member in loaded.hf_quantizer.left_dense[f"model.layers.1.mlp.experts.{projection}"]
+    loaded.save_pretrained(tmp_path / "again")
+    assert parts_equal(tensors_of(tmp_path / "again"), {**tensors_of(tmp_path / "again"), **dense_of_layer_1(mixtral, model)})
+
+
+def dense_of_layer_1(saved, model):
+    """The weights of its experts, as files name them."""
+    gate_up, down = model.model.layers[1].mlp.experts.parameters()
+    names = [name for name in saved.experts if ".layers.1." in name]
+    weights = [weight for i in range(4) for weight in (gate_up[i, :64], gate_up[i, 64:], down[i])]
+    return {f"{name}.weight": weight.detach() for name, weight in zip(names, weights, strict=True)}
 
 
 # ---- kept --------------------------------------------------------------------------------------------------------------------
@@ -192,6 +208,18 @@ def test_kept_experts_are_never_packed_or_unpacked(saved, monkeypatch, tmp_path)
     model.save_pretrained(tmp_path)
     assert calls == []
     assert files_of(tmp_path) == files_of(saved.packed)
+
+
+def test_saving_copies_no_expert(saved):
+    """Transformers copies tensors that share a storage, which pieces of a merged one would."""
+    model = saved.load()
+    held = {name: tensor for name, tensor in model.state_dict().items() if ".experts." in name}
+    ranges = [range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in held.values()]
+    state, _ = model.hf_quantizer.get_state_dict_and_metadata(model)
+    pieces = [tensor for name, tensor in state.items() if ".experts." in name]
+    assert len(pieces) == 3 * len(saved.experts)
+    assert all(piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces)
+    assert all(any(piece.data_ptr() in addresses for addresses in ranges) for piece in pieces)
 
 
 def test_kept_model_holds_nothing_dense(saved):

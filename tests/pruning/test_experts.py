@@ -8,7 +8,7 @@ from hf_sparse24 import Sparse24Config, prune
 from hf_sparse24.experts import packed_experts
 from hf_sparse24.merged import find_merged
 from hf_sparse24.pattern import find_bad_groups
-from hf_sparse24.pruning import METHODS, experts, keep_masks, stored_masks
+from hf_sparse24.pruning import METHODS, experts, keep_masks, one_shot, stored_masks
 from hf_sparse24.pruning.experts import ApartExperts, ExpertLinear, experts_apart, statistics
 from hf_sparse24.pruning.hessian import InputSum
 from tests.models import FAMILIES, load_dense, load_kept, logits, same_bytes, two_of_four
@@ -133,6 +133,14 @@ def test_reported_errors_are_those_of_the_tokens_that_were_sent_to_an_expert(nam
         expected = ((before - after) @ x.T).square().sum() / (before @ x.T).square().sum()
         assert layer.relative_error == pytest.approx(expected.item(), rel=2e-3, abs=1e-7)
         assert (layer.tokens, layer.fallback, layer.method) == (len(x), None, method)
+
+
+def test_experts_of_a_layer_are_measured_together(monkeypatch):
+    """A block runs as often as for one expert: once to see who reads the same, then for q/k/v, o, the first projections, the second."""
+    stages, watch = [], one_shot._Pruner._watch
+    monkeypatch.setattr(one_shot._Pruner, "_watch", lambda self, runs, names: stages.append(len(names)) or watch(self, runs, names))
+    prune(without(build("mixtral"), 3), [IDS], "wanda", true_sequential=True)
+    assert stages == [16, 3, 1, 8, 4] * 2
 
 
 def sums(num_inputs, *counts):
