@@ -16,6 +16,7 @@ from hf_sparse24.activation import (
 )
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig
 from hf_sparse24.errors import CheckpointError
+from hf_sparse24.experts import Sparse24Experts
 from hf_sparse24.fusion import FusionReport, fuse_projections, unfuse_projections
 from hf_sparse24.integration import load as _load
 from hf_sparse24.integration import save as _save
@@ -43,6 +44,7 @@ __all__ = [
     "PruneReport",
     "QuantizationScheme",
     "Sparse24Config",
+    "Sparse24Experts",
     "Sparse24Linear",
     "SparseBitmaskConfig",
     "SparseBitmaskLinear",

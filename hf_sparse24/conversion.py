@@ -9,6 +9,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging
 
 from hf_sparse24.checkpoint import (
@@ -34,6 +35,7 @@ from hf_sparse24.config import (
 from hf_sparse24.converted_folder import converted_folder, new_folder
 from hf_sparse24.errors import CheckpointError, warn
 from hf_sparse24.integration.quantizer import checkpoint_names, warn_left_dense
+from hf_sparse24.merged import expert_classes, find_merged, members_in_checkpoint
 from hf_sparse24.modules import listed, match_modules, refusal, tied_names
 from hf_sparse24.quantization import EIGHT_BIT, GPTQ_MARLIN, MARLIN, QuantizationScheme, common_scheme
 
@@ -272,8 +274,11 @@ def _select(checkpoint: Checkpoint, config: SparsityConfig) -> set[str]:
         by_name: Mapping[str, type] = {name.removesuffix(".weight"): nn.Module for name in weights}
         return {f"{name}.weight" for name in match_modules(by_name, config)}
     stored = checkpoint_names(model, weights)
-    owner = {target.removesuffix(".weight"): name for name, (target, merged) in stored.items() if not merged}
-    modules = {name: type(module) for name, module in model.named_modules()}
+    owner = {target.removesuffix(".weight"): name for name, (target, is_merged) in stored.items() if not is_merged}
+    merged, reasons = find_merged(model)
+    targets = {name: target for name, (target, is_merged) in stored.items() if is_merged}
+    owner |= {module: name for name, module in members_in_checkpoint(targets, merged, get_model_conversion_mapping(model)).items()}
+    modules = {name: type(module) for name, module in model.named_modules()} | expert_classes(model, merged, reasons)
     aliases = {module: name.removesuffix(".weight") for module, name in owner.items()}
     tied = tied_names(model)
     return {owner[module] for module in match_modules(modules, config, aliases) if module in owner and f"{module}.weight" not in tied}

@@ -191,6 +191,11 @@ class PackedLinear(nn.Linear):
         return getattr(self, self.compressor.value_part)
 
     @property
+    def num_weights(self) -> int:
+        """Elements of the dense weight."""
+        return self.out_features * self.in_features
+
+    @property
     def num_values(self) -> int:
         """How many values are stored."""
         return self.compressor.num_values(specs_of(self.parts()), (self.out_features, self.in_features))
@@ -329,17 +334,22 @@ class SparseLinear(PackedLinear):
         parameters: dict[str, Any] = self._parameters
         compressed, bitmask, bias = parameters["compressed"], parameters["bitmask"], parameters["bias"]
         if torch.is_autocast_enabled(x.device.type):
-            x, compressed, bias = _autocast(x, compressed, bias)
+            x, compressed, bias = autocast(x, compressed, bias)
         multiply = ops.linear if torch.is_grad_enabled() else ops.linear_inference
         return multiply(x, compressed, bitmask, bias, self._buffers["metadata"], self.local_shape[1])
 
 
-def _autocast(x: Tensor, compressed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def autocast(x: Tensor, compressed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """What `F.linear` makes of its arguments under `torch.autocast`; operators of others than torch are not asked."""
     if x.dtype == torch.float64 or not compressed.is_floating_point():
         return x, compressed, bias
     dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), compressed.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def own_storage(tensor: Tensor) -> Tensor:
+    """The same memory under a storage of its own: writers of files look for tensors that share one."""
+    return torch.from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
 
 
 class Sparse24Linear(SparseLinear):
@@ -409,8 +419,7 @@ class Sparse24Linear(SparseLinear):
             return
         for name in SHARED:
             if (key := f"{prefix}{name}") in destination:
-                # The same memory under a storage of its own: writers of files look for tensors that share one.
-                destination[key] = torch.from_dlpack(destination[key].view(torch.uint8)).view(destination[key].dtype)
+                destination[key] = own_storage(destination[key])
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the metadata would be one of the values, too; so would be a pickled view of the group's.

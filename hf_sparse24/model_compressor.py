@@ -20,7 +20,8 @@ from hf_sparse24.checkpoint import CONFIG_NAME, PackedSlice, as_dense, find_pack
 from hf_sparse24.compressors import BaseCompressor, BaseQuantizedCompressor
 from hf_sparse24.config import CONFIGS, DenseSparsityConfig, Sparse24Config, SparsityConfig, as_config, parse_config
 from hf_sparse24.conversion import compress_folder, decompress_folder
-from hf_sparse24.errors import CheckpointError
+from hf_sparse24.errors import CheckpointError, warn
+from hf_sparse24.experts import ExpertWeights, Sparse24Experts, packed_experts
 from hf_sparse24.integration.plan import choose_weights, plan_weights
 from hf_sparse24.integration.quantizer import (
     Sparse24HfQuantizer,
@@ -31,7 +32,8 @@ from hf_sparse24.integration.quantizer import (
     sparsity_of,
 )
 from hf_sparse24.integration.sharding import require_whole_weights
-from hf_sparse24.modules import LAYERS, listed, packed_layers, tied_names
+from hf_sparse24.merged import Merged, by_module, find_merged, whole_experts
+from hf_sparse24.modules import LAYERS, listed, packed_layers, packed_weights, tied_names
 from hf_sparse24.quantization import common_scheme
 
 # What a repository is fetched for; the rest of it is not needed to read weights.
@@ -118,7 +120,7 @@ class ModelCompressor:
         """Replace targeted layers by packed ones, in place; every weight is checked before the first is replaced.
 
         Args:
-            model: Its targeted `nn.Linear` layers; other modules stay dense.
+            model: Its targeted `nn.Linear` layers, and modules of experts all of whose weights are targeted; other modules stay dense.
             quantized: Integers and scales of a method that chooses them better than rounding does, by module name, as from
                 `quantization.quantize_weight`.  Other layers are rounded.
 
@@ -126,16 +128,22 @@ class ModelCompressor:
             The same model; it saves packed, and `model.dequantize()` undoes this.
 
         Raises:
-            ValueError: A targeted weight or its integers do not fit the format, targets match nothing, no target is an `nn.Linear`,
+            ValueError: A targeted weight or its integers do not fit the format, targets match nothing, no target can be kept packed,
                 a name in `quantized` is none of a layer that is packed, or the model is sharded over several processes.
         """
         require_whole_weights(model)
         quantized = quantized or {}
         chosen = choose_weights(model, self.sparsity_config)
-        names = [name for name in chosen if type(model.get_submodule(name)) is nn.Linear]
-        if not names:
-            raise ValueError(f"none of the {len(chosen)} targeted modules is an nn.Linear, only those can be kept packed")
-        integers = {name: _compress_integers(name, chosen.get(name), *given) for name, given in quantized.items()}
+        modules = dict(model.named_modules())
+        names = [name for name in chosen if type(modules.get(name)) is nn.Linear]
+        experts = self._keepable_experts(model, set(chosen))
+        if not names and not experts:
+            raise ValueError(f"none of the {len(chosen)} targeted modules is an nn.Linear, only those and experts can be kept packed")
+        integers = {name: _compress_integers(name, chosen[name] if name in names else None, *given) for name, given in quantized.items()}
+        for name, projections in experts.items():
+            dense = modules[name]
+            packed = {p.projection: ExpertWeights.from_dense(getattr(dense, p.projection), p.members) for p in projections}
+            model.set_submodule(name, Sparse24Experts(dense, packed))
         for name in names:
             linear, compressor = model.get_submodule(name), chosen[name]
             parts = integers[name] if name in integers else compressor.compress_weight(linear.weight)
@@ -147,8 +155,17 @@ class ModelCompressor:
         model.hf_quantizer.kept = {f"{name}.weight": name for name in names}
         return model
 
+    def _keepable_experts(self, model: PreTrainedModel, chosen: set[str]) -> dict[str, list[Merged]]:
+        """Modules of experts that are packed as a whole, and their projections."""
+        if self.sparsity_config.compressor.format != ExpertWeights.compressor.format:
+            return {}
+        whole, partly = whole_experts(chosen, find_merged(model)[0])
+        if partly:
+            warn(f"experts that stay dense: {listed(partly)}")
+        return by_module(whole)
+
     def decompress_model(self, model: nn.Module) -> nn.Module:
-        """Replace packed layers by plain `nn.Linear`, in place.
+        """Replace packed layers by plain `nn.Linear`, packed experts by plain ones, in place.
 
         Raises:
             PackedTensorError: The tensors of a packed layer disagree with each other.
@@ -158,6 +175,8 @@ class ModelCompressor:
             return quantizer.dequantize(model)
         for name, layer in packed_layers(model).items():
             model.set_submodule(name, layer.to_linear())
+        for name, experts in packed_experts(model).items():
+            model.set_submodule(name, experts.to_experts())
         return model
 
     def decompress(self, model_path: str | Path, model: nn.Module, **hub_kwargs: Any) -> nn.Module:
@@ -175,7 +194,7 @@ class ModelCompressor:
             CheckpointError: The checkpoint is damaged, or its tensors are not those of the model; the model is unchanged.
             ValueError: The model has packed layers.
         """
-        if packed_layers(model):
+        if packed_weights(model):
             raise ValueError("decompress fills a dense model, this one has packed layers: call decompress_model")
         with open_checkpoint(local_folder(model_path, **hub_kwargs)) as checkpoint:
             parse_config(checkpoint.config)

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import nn
 
 from hf_sparse24.config import SparsityConfig
+from hf_sparse24.experts import ExpertWeights, packed_projections
 from hf_sparse24.linear import PackedLinear, Sparse24Linear, SparseBitmaskLinear
 from hf_sparse24.quantized_linear import (
     GptqMarlin24Linear,
@@ -98,16 +99,26 @@ def tied_names(model: nn.Module) -> set[str]:
     return tied
 
 
-def packable_modules(model: nn.Module, config: SparsityConfig) -> list[str]:
+def packable_modules(model: nn.Module, config: SparsityConfig, others: Mapping[str, type] | None = None) -> list[str]:
     """Modules that a config selects and that own an untied 2-D weight.
+
+    Args:
+        model: Whose modules.
+        config: Whose targets and ignore are applied.
+        others: Names and classes of what a config selects like modules: weights of experts that are merged into one parameter.
 
     Raises:
         ValueError: A target matches no module.
     """
     modules = dict(model.named_modules())
     tied = tied_names(model)
-    selected = match_modules({name: type(module) for name, module in modules.items()}, config)
-    return [name for name in selected if f"{name}.weight" not in tied and getattr(getattr(modules[name], "weight", None), "ndim", 0) == 2]
+    others = others or {}
+    selected = match_modules({name: type(module) for name, module in modules.items()} | {**others}, config)
+    return [
+        name
+        for name in selected
+        if name in others or (f"{name}.weight" not in tied and getattr(getattr(modules[name], "weight", None), "ndim", 0) == 2)
+    ]
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
@@ -115,9 +126,14 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
+def packed_weights(model: nn.Module) -> dict[str, PackedLinear | ExpertWeights]:
+    """Every packed layer, and every packed projection of experts, by its name."""
+    return {**packed_layers(model), **packed_projections(model)}
+
+
 def left_out(model: nn.Module) -> int:
-    """How many weights the packed layers of a model leave out."""
-    return sum(layer.out_features * layer.in_features - layer.num_values for layer in packed_layers(model).values())
+    """How many weights the packed layers and experts of a model leave out."""
+    return sum(weight.num_weights - weight.num_values for weight in packed_weights(model).values())
 
 
 def refusal(refused: Mapping[str, str], config: SparsityConfig) -> ValueError:

@@ -274,10 +274,10 @@ def _outcomes(
 
 def _place(model: PreTrainedModel, parsed: ParsedConfig, packed: Mapping[str, PackedSlice]) -> tuple[dict[str, str], dict[str, str]]:
     """As loading does it: weight -> module of those that can stay packed, and -> reason for the others."""
-    placed = place_packed_layers(model, packed, get_model_conversion_mapping(model))
+    kept, _, left_dense = place_packed_layers(model, packed, get_model_conversion_mapping(model))
     if parsed.sparsity is not None:
         complete_scheme(packed_layers(model), parsed.sparsity)
-    return placed
+    return kept, left_dense
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:

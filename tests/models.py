@@ -58,6 +58,8 @@ class Family:
     config: Callable[[], Any]
     num_packed: int
     """Layers that are Sparse24Linear when kept."""
+    num_packed_experts: int = 0
+    """Weights of experts that are stored packed, and are parts of `Sparse24Experts` when kept."""
     dense: frozenset[str] = frozenset({"lm_head"})
     """Every other nn.Linear of the model."""
     inputs: dict[str, Tensor] = field(default_factory=lambda: {"input_ids": IDS})
@@ -110,6 +112,7 @@ def _pixels() -> dict[str, Tensor]:
     return {"pixel_values": torch.linspace(-1, 1, 3 * 16 * 16).view(1, 3, 16, 16)}
 
 
+NOTHING: frozenset[str] = frozenset()
 FAMILIES: dict[str, Family] = {
     "llama": Family(LlamaForCausalLM, lambda: LlamaConfig(**SIZES), 14),
     "llama-tied": Family(LlamaForCausalLM, lambda: LlamaConfig(**SIZES, tie_word_embeddings=True), 14),
@@ -127,19 +130,23 @@ FAMILIES: dict[str, Family] = {
         ),
         12,
     ),
-    "bert": Family(BertForSequenceClassification, lambda: BertConfig(**ENCODER_SIZES, vocab_size=96, num_labels=4), 14, frozenset()),
-    "bert-mlm": Family(BertForMaskedLM, lambda: BertConfig(**ENCODER_SIZES, vocab_size=96), 13, frozenset({"cls.predictions.decoder"})),
+    "bert": Family(BertForSequenceClassification, lambda: BertConfig(**ENCODER_SIZES, vocab_size=96, num_labels=4), 14, dense=NOTHING),
+    "bert-mlm": Family(
+        BertForMaskedLM, lambda: BertConfig(**ENCODER_SIZES, vocab_size=96), 13, dense=frozenset({"cls.predictions.decoder"})
+    ),
     "t5": Family(
         T5ForConditionalGeneration,
         lambda: T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4),
         32,
         inputs={"input_ids": IDS, "decoder_input_ids": IDS},
     ),
-    "mixtral": Family(MixtralForCausalLM, lambda: MixtralConfig(**SIZES, num_local_experts=4), 8),
+    "mixtral": Family(MixtralForCausalLM, lambda: MixtralConfig(**SIZES, num_local_experts=4), 8, 24),
     "qwen3-moe": Family(
-        Qwen3MoeForCausalLM, lambda: Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2), 8
+        Qwen3MoeForCausalLM, lambda: Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=32, num_experts_per_tok=2), 8, 24
     ),
-    "vit": Family(ViTForImageClassification, lambda: ViTConfig(**ENCODER_SIZES, image_size=16, patch_size=4), 13, frozenset(), _pixels()),
+    "vit": Family(
+        *(ViTForImageClassification, lambda: ViTConfig(**ENCODER_SIZES, image_size=16, patch_size=4), 13), dense=NOTHING, inputs=_pixels()
+    ),
     "llava": Family(LlavaForConditionalGeneration, _llava, 28),
 }
 

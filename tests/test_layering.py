@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "hf_sparse24"
 ORDER = [
     *("errors", "table", "chart", "pattern", "quantization", "compressors", "config", "checkpoint", "staging", "journal"),
     *("comparison", "verify", "evidence", "card", "hub"),
-    *("kernels", "projection_group", "linear", "quantized_linear", "modules", "fusion", "squared_relu", "activation", "pruning"),
+    *("kernels", "projection_group", "linear", "quantized_linear", "experts", "merged", "modules", "fusion"),
+    *("squared_relu", "activation", "pruning"),
     *("integration", "converted_folder", "conversion", "model_compressor", "completeness", "kernel_report", "report", "__init__"),
     *("page", "demo", "doctor", "bench", "model_bench", "pruning_commands", "publishing_commands", "cli"),
 ]

@@ -18,6 +18,7 @@ PUBLIC_NAMES = {
     "PruneReport",
     "QuantizationScheme",
     "Sparse24Config",
+    "Sparse24Experts",
     "Sparse24Linear",
     "SparseBitmaskConfig",
     "SparseBitmaskLinear",

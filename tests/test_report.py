@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_sparse24 import CheckpointError, Sparse24Config, report
-from hf_sparse24.checkpoint import name_of_part
-from hf_sparse24.compressors import Sparse24Compressor
+from hf_sparse24.experts import packed_projections
 from hf_sparse24.integration import load
 from hf_sparse24.report import Sizes, inspect_folder, measure_folder, render_columns, render_table, show_bytes
 from tests.models import FAMILIES, llama, load_kept, packed_names
@@ -126,22 +125,23 @@ def test_a_folder_whose_config_says_nothing_is_unpacked(copied):
 def test_keepable_weights_are_those_that_loading_keeps(tmp_path, family):
     FAMILIES[family].build().save_pretrained(tmp_path, sparsity_config=Sparse24Config())
     keepable = {name for name, weight in weights_of(tmp_path).items() if weight.on_load.keepable}
-    assert len(keepable) == len(packed_names(load_kept(tmp_path, FAMILIES[family].model_class))) == FAMILIES[family].num_packed
+    kept = load_kept(tmp_path, FAMILIES[family].model_class)
+    assert len(keepable) == FAMILIES[family].num_packed + FAMILIES[family].num_packed_experts
+    assert len(packed_names(kept)) == FAMILIES[family].num_packed
+    assert sum(len(weights.member_names("")) for weights in packed_projections(kept).values()) == FAMILIES[family].num_packed_experts
 
 
-def test_experts_are_not_keepable_and_say_why(tmp_path):
-    FAMILIES["mixtral"].build().save_pretrained(tmp_path, sparsity_config=Sparse24Config())
-    tensors = load_file(tmp_path / "model.safetensors")
-    experts = [name for name in tensors if ".experts." in name]
-    for name in experts:
-        parts = Sparse24Compressor().compress_weight(tensors.pop(name))
-        tensors |= {name_of_part(name, part): value for part, value in parts.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
+def test_experts_of_which_one_is_dense_are_not_keepable_and_say_why(tmp_path):
+    first = "model.layers.0.block_sparse_moe.experts.0.w1"
+    FAMILIES["mixtral"].build().save_pretrained(tmp_path, sparsity_config=Sparse24Config(ignore=["lm_head", first]))
     weights = weights_of(tmp_path)
-    assert len(experts) == 2 * 4 * 3
-    assert {weights[name].on_load.reason for name in experts} == {"the loader merges or changes this tensor"}
-    assert {weights[name].module for name in experts} == {"MixtralExperts"}
-    assert sum(weight.on_load.keepable for weight in weights.values()) == FAMILIES["mixtral"].num_packed
+    of_layer = [weights[f"model.layers.0.block_sparse_moe.experts.{i}.w{j}.weight"] for i in range(4) for j in (1, 2, 3)]
+    assert {weight.module for weight in of_layer} == {"MixtralExperts"}
+    assert {weight.on_load.reason for weight in of_layer[1:]} == {
+        "1 of the 12 weights of these experts are not packed, model.layers.0.mlp.experts.0.w1 for example"
+    }
+    assert of_layer[0].on_load.reason == "stored dense"
+    assert sum(weight.on_load.keepable for weight in weights.values()) == FAMILIES["mixtral"].num_packed + 12
 
 
 def test_an_unknown_architecture_is_said(copied):

@@ -39,6 +39,7 @@ from hf_sparse24.compressors import PART_SUFFIXES
 from hf_sparse24.config import CONFIG_KEYS, DenseSparsityConfig, SparsityConfig, parse_config
 from hf_sparse24.errors import CheckpointError, get_logger, warn
 from hf_sparse24.integration import activation
+from hf_sparse24.integration.merging import merge_parts
 from hf_sparse24.integration.quantizer import METHOD, Sparse24HfQuantizer, checkpoint_names, named_twice
 from hf_sparse24.integration.sharding import require_fitting_pieces, require_whole_weights
 from hf_sparse24.kernels.dispatch import why_not_kept
@@ -180,7 +181,10 @@ def _load_as_dense(original: Callable[..., Any], call: inspect.BoundArguments) -
     devices = set((load_config.device_map or {"": "cpu"}).values())
     for weight in packed.values():
         weight.device = torch.device(next(iter(devices))) if len(devices) == 1 and "disk" not in devices else None
-    dense = as_dense(tensors, packed, keep=kept)
+    pieces = quantizer.pieces if ours else {}
+    if pieces and (getattr(model, "_tp_size", None) or 1) > 1:
+        raise ValueError("packed experts cannot be split over several devices: load without tp_plan, or with run_compressed=False")
+    dense = merge_parts(as_dense(tensors, packed, keep=kept), pieces)
     names = checkpoint_names(model, list(dense))
     if twice := named_twice(names):
         raise CheckpointError(f"{load_config.pretrained_model_name_or_path}: weights are stored twice: {listed(twice)}")
@@ -189,7 +193,7 @@ def _load_as_dense(original: Callable[..., Any], call: inspect.BoundArguments) -
     call.arguments["state_dict"] = dense
     loading_info, offload_index = original(*call.args, **call.kwargs)
     _require_every_weight(model, loading_info)
-    of_packed = {name_of_part(name, part) for name in kept for part in PART_SUFFIXES} | set(packed)
+    of_packed = {name_of_part(name, part) for name in (*kept, *pieces) for part in PART_SUFFIXES} | set(packed)
     _require_every_packed_weight_used(model, loading_info, {name: target for name, (target, _) in names.items() if name in of_packed})
     return loading_info, offload_index
 

@@ -20,9 +20,11 @@ from hf_sparse24.compressors import SPARSITY_COMPRESSORS, BaseCompressor, BaseQu
 from hf_sparse24.compressors.base import STORABLE_DTYPES, specs_of
 from hf_sparse24.config import DenseSparsityConfig, Sparse24Config, SparseBitmaskConfig, SparsityConfig, as_config
 from hf_sparse24.errors import warn
+from hf_sparse24.experts import ExpertWeights, piece, split_parts
 from hf_sparse24.integration.quantizer import warn_left_dense
 from hf_sparse24.linear import PackedLinear
-from hf_sparse24.modules import LISTED, left_out, listed, match_modules, packed_layers, refusal, tied_names, unused_ignores
+from hf_sparse24.merged import Merged, expert_classes, find_merged
+from hf_sparse24.modules import LISTED, left_out, listed, match_modules, packed_weights, refusal, tied_names, unused_ignores
 from hf_sparse24.pattern import is_nonzero, structure
 from hf_sparse24.quantization import common_scheme
 
@@ -102,7 +104,7 @@ def choose_weights(model: PreTrainedModel, sparsity_config: Any) -> dict[str, Ba
 
 @dataclass(frozen=True)
 class _Plan:
-    """Tensors by stored name, what packs those that are packed, and layers that are packed already by module name.
+    """Tensors by stored name, what packs those that are packed, and layers and projections that are packed already by module name.
 
     `headers` holds every tensor in the model's naming, empty; `stored_name` the new name of those that are only renamed;
     `left_dense` the targeted modules that are not packed.
@@ -111,7 +113,7 @@ class _Plan:
     config: SparsityConfig
     weights: dict[str, Weight]
     compressors: dict[str, BaseCompressor]
-    kept: dict[str, PackedLinear]
+    kept: dict[str, PackedLinear | ExpertWeights]
     detected: bool
     headers: dict[str, Tensor]
     stored_name: dict[str, str]
@@ -123,19 +125,27 @@ def _plan(model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str,
     config = Sparse24Config(on_dense="skip") if detect else as_config(sparsity_config)
     if isinstance(config, DenseSparsityConfig):
         raise ValueError("the format dense packs nothing: call save_pretrained without sparsity_config")
-    kept = packed_layers(model)
+    kept = packed_weights(model)
     other = sorted({layer.compressor.format for layer in kept.values()} - {config.compressor.format})
     if other and not detect:
         raise ValueError(f"this model has layers packed as {other[0]}, not {config.compressor.format}: call model.dequantize() first")
     _require_scheme(kept.values(), config)
-    weights, headers, stored_name = _stored_tensors(model, state_dict, original_names)
-    modules = {name: type(module) for name, module in model.named_modules()}
-    aliases = {name: stored_name[f"{name}.weight"].removesuffix(".weight") for name in modules if f"{name}.weight" in stored_name}
+    source = _source(model, state_dict)
+    merged, reasons = find_merged(model)
+    experts = expert_classes(model, merged, reasons)
+    modules = {name: type(module) for name, module in model.named_modules()} | experts
+    # The weights of experts apart from the rest, which is merged into the same names.
+    names_of_experts = {f"{name}.weight": torch.empty(0, device="meta") for name in experts}
+    own_names = _renamed(model, _empty(source), original_names)[1] | _renamed(model, names_of_experts, original_names)[1]
+    aliases = {name: own_names[f"{name}.weight"].removesuffix(".weight") for name in modules if f"{name}.weight" in own_names}
     selected = [name for name in match_modules(modules, config, aliases) if name not in kept]
+    chosen = set(selected)
+    apart = {name: parameter for name, parameter in merged.items() if not chosen.isdisjoint(member for member, _ in parameter.places())}
+    weights, headers, stored_name = _stored_tensors(model, _split(source, apart), original_names)
     compressors, left_dense, refused = _choose_compressors(model, selected, weights, stored_name, config, detect)
     if refused:
         raise refusal(refused, config)
-    left_dense |= _transposed(model, config)
+    left_dense |= _transposed(model, config) | {name: reason for name, reason in reasons.items() if name in chosen}
     if not compressors and not kept and (detect or config.on_dense == "raise"):
         raise ValueError(f"no weight can be stored sparse: {listed(left_dense) or 'no targeted module has a 2-D weight of its own'}")
     if not detect:
@@ -146,7 +156,7 @@ def _plan(model: PreTrainedModel, sparsity_config: Any, state_dict: Mapping[str,
     return _Plan(config, weights, compressors, kept, detect, headers, stored_name, names_left)
 
 
-def _require_scheme(kept: Iterable[PackedLinear], config: SparsityConfig) -> None:
+def _require_scheme(kept: Iterable[PackedLinear | ExpertWeights], config: SparsityConfig) -> None:
     """Raise ValueError if packed layers are quantised otherwise than the config says, as far as they tell it."""
     found, asked = common_scheme(layer.compressor.scheme_of(specs_of(layer.parts())) for layer in kept), config.quantization
     if found is None or asked is None:
@@ -157,10 +167,21 @@ def _require_scheme(kept: Iterable[PackedLinear], config: SparsityConfig) -> Non
             raise ValueError(f"this model has layers that are quantised with {difference}: call model.dequantize() first")
 
 
-def _stored_tensors(
-    model: PreTrainedModel, state_dict: Mapping[str, Tensor] | None, original_names: bool
-) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, str]]:
-    """Every tensor of the dense checkpoint by its name there; empty tensors by their names in the model; names there of the renamed."""
+@dataclass(frozen=True)
+class _Held:
+    """A tensor of a model, or a piece of a merged one: `whole`, the model's parameter `owner`, indexed with `place`."""
+
+    owner: str
+    whole: Tensor
+    place: tuple[int, slice] | None = None
+
+    @functools.cached_property
+    def tensor(self) -> Tensor:
+        return piece(self.whole, self.place)
+
+
+def _source(model: PreTrainedModel, state_dict: Mapping[str, Tensor] | None) -> dict[str, _Held]:
+    """What Transformers would save of a model, by names in the model; packed experts apart."""
     source = dict(state_dict if state_dict is not None else model.state_dict())
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         source.pop(name, None)
@@ -169,30 +190,54 @@ def _stored_tensors(
         if name in source and same in source and source[name].device.type == source[same].device.type == "meta":
             del source[name]
     source = remove_tied_weights_from_state_dict(source, model)
-    source = {name: source[name] for name in sorted(source, key=dot_natural_key)}
-    # The names first, with empty tensors: what an operation merges or splits is then known, and read once, below.
-    empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in source.items()}
+    return {name: _Held(owner, source[owner], place) for name, owner, place in split_parts(model, source)}
+
+
+def _split(source: Mapping[str, _Held], merged: Mapping[str, Merged]) -> dict[str, _Held]:
+    """The same with some merged parameters apart."""
+    split = {name: held for name, held in source.items() if name not in merged}
+    for name, parameter in merged.items():
+        if name in source:
+            split |= {f"{member}.weight": _Held(name, source[name].whole, place) for member, place in parameter.places()}
+    return split
+
+
+def _empty(source: Mapping[str, _Held]) -> dict[str, Tensor]:
+    return {name: torch.empty(held.tensor.shape, dtype=held.tensor.dtype, device="meta") for name, held in source.items()}
+
+
+def _renamed(model: PreTrainedModel, empty: Mapping[str, Tensor], original_names: bool) -> tuple[Mapping[str, Tensor], dict[str, str]]:
+    """Empty tensors by names in the file, and name in the model -> name in the file of those that are only renamed."""
     renamed = revert_weight_conversion(model, dict(empty)) if original_names else empty
     origin = {id(tensor): name for name, tensor in empty.items()}
-    stored_name = {origin[id(tensor)]: name for name, tensor in renamed.items() if id(tensor) in origin}
+    return renamed, {origin[id(tensor)]: name for name, tensor in renamed.items() if id(tensor) in origin}
+
+
+def _stored_tensors(
+    model: PreTrainedModel, source: Mapping[str, _Held], original_names: bool
+) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, str]]:
+    """Every tensor of the dense checkpoint by its name there; empty tensors by their names in the model; names there of the renamed."""
+    source = {name: source[name] for name in sorted(source, key=dot_natural_key)}
+    # The names first, with empty tensors: what an operation merges or splits is then known, and read once, below.
+    empty = _empty(source)
+    renamed, stored_name = _renamed(model, empty, original_names)
     changed = [name for name in source if name not in stored_name]
-    operated = revert_weight_conversion(model, {name: _read(model, name, source[name]) for name in changed}) if changed else {}
+    operated = revert_weight_conversion(model, {name: _read(model, source[name]) for name in changed}) if changed else {}
     source_of = {stored: name for name, stored in stored_name.items()}
     weights = {}
     for stored, tensor in renamed.items():
         name = source_of.get(stored)
-        value = source[name] if name is not None else operated[stored]
-        read = functools.partial(_read, model, name, value)
-        weights[stored] = Weight(tensor.dtype, tuple(tensor.shape), read, value)
+        held = source[name] if name is not None else _Held(stored, operated[stored])
+        weights[stored] = Weight(tensor.dtype, tuple(tensor.shape), functools.partial(_read, model, held), held.tensor)
     return weights, empty, stored_name
 
 
-def _read(model: PreTrainedModel, name: str | None, tensor: Tensor) -> Tensor:
+def _read(model: PreTrainedModel, held: _Held) -> Tensor:
     """The values of a tensor, those of an offloaded one included."""
-    if tensor.device.type != "meta":
-        return tensor
+    if held.whole.device.type != "meta":
+        return held.tensor
     # Transformers < 5.14 reads every offloaded tensor in the model's dtype, bitmasks too (their values are exact in it).
-    return load_offloaded_parameter(model, name).to(tensor.dtype)
+    return piece(load_offloaded_parameter(model, held.owner).to(held.whole.dtype), held.place)
 
 
 def _choose_compressors(
@@ -305,7 +350,9 @@ def _config_to_store(plan: _Plan, sparsity: float) -> SparsityConfig:
     config = plan.config
     if plan.detected:
         used = {compressor.format for compressor in (*plan.compressors.values(), *(layer.compressor for layer in plan.kept.values()))}
-        names = [name.removesuffix(".weight") for name in plan.compressors] + list(plan.kept)
+        names = [name.removesuffix(".weight") for name in plan.compressors]
+        for name, layer in plan.kept.items():
+            names += layer.member_names(name) if isinstance(layer, ExpertWeights) else [name]
         config_class = Sparse24Config if Sparse24Config.format in used else SparseBitmaskConfig
         config = config_class(targets=sorted(names, key=dot_natural_key), ignore=[])
     stored = config.model_copy(deep=True)

@@ -27,11 +27,14 @@ from hf_sparse24.compressors import PackedTensorError
 from hf_sparse24.compressors.base import specs_of
 from hf_sparse24.config import SparsityConfig
 from hf_sparse24.errors import CheckpointError, get_logger, warn
+from hf_sparse24.experts import ExpertWeights, Sparse24Experts, packed_experts, piece, split_parts
 from hf_sparse24.fusion import fuse_projections, groups_of
+from hf_sparse24.integration.merging import place_packed_experts
 from hf_sparse24.integration.sharding import plan_parts
 from hf_sparse24.kernels import dispatch
 from hf_sparse24.linear import SHAPE_PARTS, PackedLinear, Sparse24Linear
-from hf_sparse24.modules import LAYERS, left_out, listed, packable_modules, packed_layers, refusal, tied_names
+from hf_sparse24.merged import Merged, expert_classes, find_merged, whole_experts
+from hf_sparse24.modules import LAYERS, left_out, listed, packable_modules, packed_layers, packed_weights, refusal, tied_names
 from hf_sparse24.quantization import common_scheme
 from hf_sparse24.quantized_linear import Marlin24Linear, QuantizedLinear
 
@@ -40,7 +43,11 @@ METHOD = SparsityConfig.quant_method
 
 
 class Sparse24HfQuantizer(HfQuantizer):
-    """Keeps layers packed.  `kept` maps each packed weight's name in the checkpoint to its module; `left_dense` says why others are not."""
+    """Keeps layers packed.
+
+    `kept` maps each packed weight's name in the checkpoint to its module, `pieces` merged parameters of experts to such names;
+    `left_dense` says why others are not kept.
+    """
 
     requires_calibration = False
 
@@ -50,10 +57,13 @@ class Sparse24HfQuantizer(HfQuantizer):
         self.quantization_config: SparsityConfig
         self.kept: dict[str, str] = {}
         self.left_dense: dict[str, str] = {}
+        self.pieces: dict[str, list[list[str]]] = {}
         self.refused: dict[str, str] = {}
         self.fuse_projections: bool = getattr(quantization_config, "fuse_projections", False)
         self._packed: dict[str, PackedSlice] = {}
+        self._packed_projections: dict[str, dict[str, ExpertWeights]] = {}
         self._targets: set[str] = set()
+        self._merged: dict[str, Merged] = {}
         # Set while a model loads; a reference kept longer would make the model unpicklable.
         self._model: PreTrainedModel | None = None
 
@@ -72,21 +82,38 @@ class Sparse24HfQuantizer(HfQuantizer):
             self._packed = packed_in_files(checkpoint_files, declared=self.pre_quantized)
             # A packed checkpoint without a config, and a user who asks for packed layers.
             self.pre_quantized = self.pre_quantized or bool(self._packed)
-        if not self.pre_quantized:
-            self._targets = set(packable_modules(model, self.quantization_config))
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel | None = None) -> list[Any]:
         """Put packed layers into the model: here its final list of renamings and merges is known."""
         model, self._model = model or self._model, None
         if model is not None and self._packed:
-            self.kept, self.left_dense = place_packed_layers(model, self._packed, weight_conversions)
+            self.kept, self.pieces, self.left_dense = place_packed_layers(model, self._packed, weight_conversions)
             plan_parts(model)
             self._packed = {}
+            mark_as_used(weight_conversions, [name for names in self.pieces.values() for of_expert in names for name in of_expert])
+        elif model is not None and not self.pre_quantized:
+            self._choose_targets(model, weight_conversions)
         return weight_conversions
+
+    def _choose_targets(self, model: PreTrainedModel, conversions: list[Any]) -> None:
+        """What of a dense checkpoint is packed."""
+        config = self.quantization_config
+        merged, reasons = find_merged(model, conversions)
+        classes = expert_classes(model, merged, reasons)
+        selected = set(packable_modules(model, config, classes))
+        self._targets = selected.difference(classes)
+        if config.compressor.format == ExpertWeights.compressor.format:
+            self._merged, partly = whole_experts(selected, merged)
+        else:
+            reason = f"experts are not kept in the format {config.compressor.format}"
+            partly = {parameter.experts: reason for parameter in merged.values() if selected & {name for name, _ in parameter.places()}}
+        self.left_dense |= {name: reason for name, reason in reasons.items() if name in selected} | partly
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether a weight of a dense checkpoint is to be packed."""
+        if param_name in self._merged:
+            return not isinstance(model.get_submodule(self._merged[param_name].experts), Sparse24Experts)
         module = param_name.removesuffix(".weight")
         return module in self._targets and module != param_name and type(model.get_submodule(module)) is nn.Linear
 
@@ -95,14 +122,17 @@ class Sparse24HfQuantizer(HfQuantizer):
         return PackOnLoad(self)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        self._model, self._targets = None, set()
+        self._model, self._targets, self._merged = None, set(), {}
+        if self._packed_projections and not self.refused:
+            found = {name: f"only {', '.join(packed)} is in the checkpoint" for name, packed in self._packed_projections.items()}
+            raise CheckpointError(f"experts without all of their weights: {listed(found)}")
         if self.refused:
             raise refusal(self.refused, self.quantization_config)
         check_packed_layers(model)
-        kept = packed_layers(model)
-        if not kept and not self.pre_quantized and self.quantization_config.on_dense == "raise":
+        kept, experts = packed_layers(model), packed_experts(model)
+        if not kept and not experts and not self.pre_quantized and self.quantization_config.on_dense == "raise":
             raise ValueError(f"no weight was packed: {listed(self.left_dense) or 'no targeted Linear has a weight of its own'}")
-        if not kept:
+        if not kept and not experts:
             warn(f"no layer is kept packed: {listed(self.left_dense)}")
         if not self.pre_quantized:
             self.quantization_config.global_sparsity = sparsity_of(model)
@@ -123,7 +153,8 @@ class Sparse24HfQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The packed tensors in the order in which the save hook writes them: the same shards, the same bytes."""
-        state_dict = model.state_dict()
+        merged = model.state_dict()
+        state_dict = {name: piece(merged[owner], place) for name, owner, place in split_parts(model, merged)}
         return {name: state_dict[name] for name in sorted(state_dict, key=dot_natural_key)}, {}
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -136,6 +167,8 @@ class Sparse24HfQuantizer(HfQuantizer):
             # Scales, which give a dequantised weight its dtype, keep their own in a model of any.
             new_dtype = own_dtype if dtype is None and isinstance(layer, QuantizedLinear) else dtype
             model.set_submodule(name, linear.to(new_dtype) if new_dtype is not None else linear)
+        for name, experts in packed_experts(model).items():
+            model.set_submodule(name, experts.to_experts() if dtype is None else experts.to_experts().to(dtype))
         self.remove_quantization_config(model)
         # Newer versions delete the renamings of the load, which a later save has to undo.
         model._weight_conversions = conversions
@@ -177,6 +210,8 @@ class PackOnLoad(ConversionOps):
     ) -> dict[str, Any]:
         """{name: weight} -> {}, with the layer replaced; or unchanged where the weight stays dense."""
         (weight,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
+        if full_layer_name in self.quantizer._merged:
+            return self._convert_merged(weight, self.quantizer._merged[full_layer_name], model, missing_keys)
         config, name = self.quantizer.quantization_config, full_layer_name.removesuffix(".weight")
         linear = model.get_submodule(name)
         try:
@@ -191,6 +226,28 @@ class PackOnLoad(ConversionOps):
             model.set_submodule(name, packed)
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)
+        return {}
+
+    def _convert_merged(self, weight: Tensor, merged: Merged, model: PreTrainedModel, missing_keys: set[str] | None) -> dict[str, Any]:
+        """The same for a projection of experts; their module is replaced when its last projection is packed."""
+        quantizer, experts = self.quantizer, model.get_submodule(merged.experts)
+        if missing_keys is not None:
+            missing_keys.discard(merged.name)
+        packed = quantizer._packed_projections.setdefault(merged.experts, {})
+        siblings = [other for other in quantizer._merged.values() if other.experts == merged.experts]
+        try:
+            if dense := next((other.name for other in siblings if other.name in quantizer.left_dense), None):
+                raise ValueError(f"{dense} is left dense")
+            packed[merged.projection] = ExpertWeights.from_dense(weight, merged.members)
+        except ValueError as error:
+            if quantizer.quantization_config.on_dense == "raise" and weight.shape[-1] % 4 == 0:
+                quantizer.refused[merged.name] = str(error)
+                return {}
+            quantizer.left_dense[merged.name] = str(error)
+            dense_again = quantizer._packed_projections.pop(merged.experts)
+            return {merged.name: weight, **{f"{merged.experts}.{name}": weights.unpack() for name, weights in dense_again.items()}}
+        if len(packed) == len(siblings):
+            model.set_submodule(merged.experts, Sparse24Experts(experts, quantizer._packed_projections.pop(merged.experts)))
         return {}
 
 
@@ -217,7 +274,7 @@ def packed_in_files(files: list[str], declared: bool) -> dict[str, PackedSlice]:
 
 def place_packed_layers(
     model: PreTrainedModel, packed: Mapping[str, PackedSlice], conversions: list[Any]
-) -> tuple[dict[str, str], dict[str, str]]:
+) -> tuple[dict[str, str], dict[str, list[list[str]]], dict[str, str]]:
     """Replace the layers of an empty model whose weights are packed in the checkpoint.
 
     Args:
@@ -226,7 +283,8 @@ def place_packed_layers(
         conversions: The renamings and merges that the loader will apply.
 
     Returns:
-        Parameter name in the checkpoint -> module name for those that stay packed, and -> reason for the others.
+        Parameter name in the checkpoint -> module name for those that stay packed; the same names for each expert of a merged
+        parameter (`PlacedExperts.pieces`); and parameter name -> reason for those that do not stay packed.
 
     Raises:
         CheckpointError: A renaming treats a weight and its parts differently.
@@ -235,10 +293,14 @@ def place_packed_layers(
     tied = tied_names(model)
     kept: dict[str, str] = {}
     left_dense: dict[str, str] = {}
+    merged_into: dict[str, str] = {}
     for parameter, weight in packed.items():
         target, merged = rename(parameter)
+        if merged:
+            merged_into[parameter] = target
+            continue
         name = target.removesuffix(".weight")
-        reason = _why_dense(model, parameter, name, target, weight, merged, target in tied)
+        reason = _why_dense(model, parameter, name, target, weight, target in tied)
         if reason:
             left_dense[parameter] = reason
             continue
@@ -246,23 +308,23 @@ def place_packed_layers(
             raise CheckpointError(f"{weight.where}: {parameter}: the model's {target} is packed under another name, too")
         kept[parameter] = name
         _replace(model, name, weight)
+    experts = place_packed_experts(model, packed, merged_into, conversions)
     # Renaming looks at what the model expects: by now, parts.
     rename = _renamer(model, conversions)
-    for parameter, name in kept.items():
-        value_part = packed[parameter].compressor.value_part
+    # Parts of experts are shown to the loader merged, under the model's own names.
+    for parameter, name in {**kept, **{name: name for name in experts.pieces}}.items():
+        value_part = packed.get(parameter, ExpertWeights).compressor.value_part
         part, part_merged = rename(name_of_part(parameter, value_part))
         if part != f"{name}.{value_part}" or part_merged:
             raise CheckpointError(
                 f"Transformers loads {parameter} as {name}.weight, but its part as {part}: open this checkpoint with run_compressed=False"
             )
-    return kept, left_dense
+    return kept | experts.kept, experts.pieces, left_dense | experts.left_dense
 
 
-def _why_dense(model: PreTrainedModel, parameter: str, name: str, target: str, weight: PackedSlice, merged: bool, tied: bool) -> str | None:
+def _why_dense(model: PreTrainedModel, parameter: str, name: str, target: str, weight: PackedSlice, tied: bool) -> str | None:
     if weight.compressor.format not in LAYERS:
         return f"no layer keeps the format {weight.compressor.format}"
-    if merged:
-        return "the loader merges or changes this tensor"
     if name == target or not parameter.endswith(".weight"):
         return "not the weight of a module"
     try:
@@ -301,6 +363,14 @@ def _renamer(model: PreTrainedModel, conversions: list[Any]) -> Any:
     return rename
 
 
+def mark_as_used(conversions: list[Any], names: list[str]) -> None:
+    """Let conversions know of names that they would rename: those that were used are undone on saving."""
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    for name in names:
+        rename_source_key(name, renamings, converters)
+
+
 def named_twice(names: Mapping[str, tuple[str, bool]]) -> dict[str, str]:
     """Names in a checkpoint that the loader reads into a parameter which an earlier name fills already -> that name."""
     first: dict[str, str] = {}
@@ -323,14 +393,14 @@ def check_packed_layers(model: nn.Module) -> None:
     Raises:
         CheckpointError: A bitmask or a shape is damaged; names the layer.
     """
-    layers = list(packed_layers(model).items())
+    layers = list(packed_weights(model).items())
     on_cpu = all(layer.values.device.type in ("cpu", "meta") and not isinstance(layer.values, DTensor) for _, layer in layers)
     with ThreadPoolExecutor(torch.get_num_threads() if on_cpu else 1) as pool:
         for _ in pool.map(lambda named: _check_layer(*named), layers):
             pass
 
 
-def _check_layer(name: str, layer: PackedLinear) -> None:
+def _check_layer(name: str, layer: PackedLinear | ExpertWeights) -> None:
     if layer.values.device.type == "meta":  # offloaded to disk
         return
     try:
@@ -381,7 +451,7 @@ def complete_scheme(layers: Mapping[str, PackedLinear], config: SparsityConfig) 
 
 def mark_as_packed(model: PreTrainedModel, quantizer: Sparse24HfQuantizer) -> None:
     """Make a model with packed layers one that Transformers treats as quantised by us."""
-    for layer in packed_layers(model).values():
+    for layer in packed_weights(model).values():
         for part in layer.part_names:
             if part not in SHAPE_PARTS:
                 getattr(layer, part).requires_grad_(False)
@@ -403,9 +473,9 @@ def _num_parameters(model: PreTrainedModel, only_trainable: bool = False, exclud
     count = type(model).num_parameters(model, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
     if only_trainable:
         return count
-    for layer in packed_layers(model).values():
+    for layer in packed_weights(model).values():
         stored = sum(getattr(layer, part).numel() for part in layer.part_names if part not in SHAPE_PARTS)
-        count += layer.out_features * layer.in_features - stored
+        count += layer.num_weights - stored
     return count
 
 

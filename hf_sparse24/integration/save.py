@@ -28,6 +28,7 @@ from hf_sparse24 import hub
 from hf_sparse24.checkpoint import INDEX_NAME, WEIGHTS_NAME, write_json
 from hf_sparse24.config import SparsityConfig
 from hf_sparse24.errors import get_logger
+from hf_sparse24.experts import packed_projections
 from hf_sparse24.integration import adapters
 from hf_sparse24.integration.plan import Weight, plan_weights
 from hf_sparse24.integration.quantizer import Sparse24HfQuantizer
@@ -129,8 +130,10 @@ def _original(name: str) -> Callable[..., Any]:
 def _save_pretrained(original: Callable[..., Any], model: PreTrainedModel, *args: Any, sparsity_config: Any = None, **kwargs: Any) -> Any:
     kept = isinstance(getattr(model, "hf_quantizer", None), Sparse24HfQuantizer)
     pushed = kwargs.get("push_to_hub") or inspect.signature(original).bind(model, *args, **kwargs).arguments.get("push_to_hub")
-    # Transformers puts sharded tensors together in their dtype, which not every backend can send, and then stores tied ones twice.
-    if sparsity_config is None and not (kept and (pushed or is_sharded(model))):
+    # Transformers puts sharded tensors together in their dtype, which not every backend can send, and then stores tied ones twice;
+    # and it looks offloaded tensors up in the model, where those of experts are merged.
+    offloaded = any(weights.values.is_meta for weights in packed_projections(model).values())
+    if sparsity_config is None and not (kept and (pushed or offloaded or is_sharded(model))):
         return original(model, *args, **kwargs)
     if sparsity_config is None:
         sparsity_config = model.hf_quantizer.quantization_config

@@ -16,6 +16,12 @@ LIB.define("linear(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, Te
 LIB.define("linear_inference(Tensor x, Tensor compressed, Tensor bitmask, Tensor? bias, Tensor? metadata, int in_features) -> Tensor")
 # One product with weights whose rows follow each other in memory, as if they were one.  Without gradients.
 LIB.define("linear_group(Tensor x, Tensor[] compressed, Tensor[] bitmask, Tensor[] bias, Tensor? metadata, int in_features) -> Tensor")
+# Rows of x, sorted by expert, times the weight of each row's expert; `plans.experts_linear` has shapes.  Rows and experts are told by
+# tensors on the device alone: neither shapes nor code around the operator depend on how many rows an expert has.  What runs today
+# asks the device for the offsets, which the compiler is told: it keeps the operator out of its CUDA graphs.
+HOST = (torch.Tag.cudagraph_unsafe,)
+LIB.define("experts_linear(Tensor x, Tensor compressed, Tensor bitmask, Tensor offsets, int in_features) -> Tensor", tags=HOST)
+LIB.define("experts_linear_grad_x(Tensor grad_y, Tensor compressed, Tensor bitmask, Tensor offsets, int in_features) -> Tensor", tags=HOST)
 LIB.define("linear_grad_x(Tensor grad_y, Tensor compressed, Tensor bitmask, int in_features) -> Tensor")
 LIB.define("dequantize_8bit(Tensor compressed, Tensor bitmask, Tensor weight_scale, int in_features) -> Tensor")
 LIB.define("dequantize_marlin24(Tensor weight_packed, Tensor meta, Tensor scale_packed, int num_bits, bool scales_permuted) -> Tensor")
@@ -45,6 +51,13 @@ def _linear_grad_x(grad_y: Tensor, compressed: Tensor, bitmask: Tensor, in_featu
     return grad_y @ reference.unpack(compressed, bitmask, in_features)
 
 
+def _experts_linear_grad_x(grad_y: Tensor, compressed: Tensor, bitmask: Tensor, offsets: Tensor, in_features: int) -> Tensor:
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        return _linear_grad_x(rows, compressed[expert], bitmask[expert], in_features)
+
+    return reference.for_each_expert(grad_y, offsets, in_features, multiply)
+
+
 # The rest is for weights of 8 and 4 bits.  `quantize_x` says that the checkpoint asks for activations of 8 bits, and `input_scale` by
 # what it divides them; nothing here rounds x, and a kernel may, with a result that is as far from this one as such rounding is.
 
@@ -55,6 +68,8 @@ for _name, _implementation in (
     ("linear_inference", plans.linear),
     ("linear_group", plans.linear_group),
     ("linear_grad_x", _linear_grad_x),
+    ("experts_linear", plans.experts_linear),
+    ("experts_linear_grad_x", _experts_linear_grad_x),
     ("dequantize_8bit", reference.dequantize_8bit),
     ("dequantize_marlin24", reference.dequantize_marlin24),
     ("linear_8bit", plans.linear_8bit),
@@ -89,6 +104,18 @@ def _linear_group_fake(
     x: Tensor, compressed: list[Tensor], bitmask: list[Tensor], bias: list[Tensor], metadata: Tensor | None, in_features: int
 ) -> Tensor:
     return _empty_result(x, bitmask[0], in_features, sum(rows.shape[0] for rows in bitmask))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::experts_linear", lib=LIB)
+def _experts_linear_fake(x: Tensor, compressed: Tensor, bitmask: Tensor, offsets: Tensor, in_features: int) -> Tensor:
+    torch._check(x.ndim == 2, lambda: f"x has {x.ndim} dimensions, expected rows and features")
+    torch._check(offsets.shape[0] == bitmask.shape[0], lambda: f"{offsets.shape[0]} offsets for {bitmask.shape[0]} experts")
+    return _empty_result(x, bitmask, in_features, bitmask.shape[1])
+
+
+@torch.library.register_fake(f"{NAMESPACE}::experts_linear_grad_x", lib=LIB)
+def _experts_linear_grad_x_fake(grad_y: Tensor, compressed: Tensor, bitmask: Tensor, offsets: Tensor, in_features: int) -> Tensor:
+    return grad_y.new_empty(grad_y.shape[0], in_features)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::linear_grad_x", lib=LIB)
@@ -165,6 +192,20 @@ def _linear_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, Non
 
 
 torch.library.register_autograd(f"{NAMESPACE}::linear", _linear_backward, setup_context=_save_packed, lib=LIB)
+
+
+def _save_experts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, compressed, bitmask, offsets, in_features = inputs
+    ctx.save_for_backward(compressed, bitmask, offsets)
+    ctx.in_features = in_features
+
+
+def _experts_linear_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    grad_x = experts_linear_grad_x(grad_y, *ctx.saved_tensors, ctx.in_features) if ctx.needs_input_grad[0] else None
+    return grad_x, None, None, None, None
+
+
+torch.library.register_autograd(f"{NAMESPACE}::experts_linear", _experts_linear_backward, setup_context=_save_experts, lib=LIB)
 
 
 def _save_8bit(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -259,6 +300,8 @@ linear = getattr(torch.ops, NAMESPACE).linear.default
 linear_inference = getattr(torch.ops, NAMESPACE).linear_inference.default
 linear_group = getattr(torch.ops, NAMESPACE).linear_group.default
 linear_grad_x = getattr(torch.ops, NAMESPACE).linear_grad_x.default
+experts_linear = getattr(torch.ops, NAMESPACE).experts_linear.default
+experts_linear_grad_x = getattr(torch.ops, NAMESPACE).experts_linear_grad_x.default
 dequantize_8bit = getattr(torch.ops, NAMESPACE).dequantize_8bit.default
 dequantize_marlin24 = getattr(torch.ops, NAMESPACE).dequantize_marlin24.default
 linear_8bit = getattr(torch.ops, NAMESPACE).linear_8bit.default

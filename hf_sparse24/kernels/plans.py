@@ -159,6 +159,29 @@ def linear_group(
     return linear(x, whole[0], whole[1], whole[2] if bias else None, metadata, in_features, counted)  # type: ignore[arg-type]
 
 
+def experts_linear(x: Tensor, compressed: Tensor, bitmask: Tensor, offsets: Tensor, in_features: int) -> Tensor:
+    """The rows of each expert times its weight, by `linear`, one expert after the other.
+
+    The host reads the offsets for that, so that no CUDA graph can capture it yet: a grouped kernel, which reads them itself, belongs
+    here, before this loop.
+
+    Args:
+        x: (rows, in_features), sorted by expert.
+        compressed: (num_experts, out_features, in_features / 2), values of the dtype of x.
+        bitmask: (num_experts, out_features, ceil(in_features / 8)), uint8.
+        offsets: (num_experts,), int32, ascending, where x is: the first row behind those of each expert.
+        in_features: Columns of the weights.
+
+    Returns:
+        y: (rows, out_features); rows from the last offset on are 0.
+    """
+
+    def multiply(rows: Tensor, expert: int) -> Tensor:
+        return linear(rows, compressed[expert], bitmask[expert], None, None, in_features)
+
+    return reference.for_each_expert(x, offsets, bitmask.shape[1], multiply)
+
+
 def as_one(rows: Sequence[Tensor]) -> Tensor | None:
     """Tensors whose rows follow each other in one allocation as one tensor, without a copy; None if they do not."""
     first = rows[0]

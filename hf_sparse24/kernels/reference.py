@@ -1,5 +1,7 @@
 """Every operator in the fewest lines of PyTorch: the oracle of each kernel, and what runs where no kernel fits."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,26 @@ def linear(x: Tensor, compressed: Tensor, bitmask: Tensor, bias: Tensor | None, 
         y: (..., out_features).
     """
     return torch.nn.functional.linear(x, unpack(compressed, bitmask, in_features), bias)
+
+
+def for_each_expert(x: Tensor, offsets: Tensor, out_features: int, multiply: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """One product for every expert that has rows; the offsets are read by the host.
+
+    Args:
+        x: (rows, in_features), sorted by expert.
+        offsets: (num_experts,), int32: rows offsets[e - 1] (0 for the first) to offsets[e] are those of expert e.
+        out_features: Columns of the result.
+        multiply: (rows of one expert, its number) -> its rows of the result.
+
+    Returns:
+        y: (rows, out_features); rows from the last offset on belong to no expert and are 0.
+    """
+    y, start = x.new_zeros(x.shape[0], out_features), 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            y[start:end] = multiply(x[start:end], expert)
+        start = end
+    return y
 
 
 def dequantize_8bit(compressed: Tensor, bitmask: Tensor, weight_scale: Tensor, in_features: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hf_sparse24.merged import find_merged
 from hf_sparse24.pattern import find_bad_groups, is_nonzero, mask_2_4
 
 SUFFIX = "_kept"
@@ -37,20 +38,26 @@ def stored_masks(model: nn.Module) -> dict[str, Tensor]:
 
 
 def masks_of_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Masks of a model that was loaded: of every Linear weight that is 2:4, its two largest of each group of four.
+    """Masks of a model that was loaded: of every 2:4 weight of a Linear or of merged experts, its two largest of each group of four.
 
     Those are the positions that a packed checkpoint stores, kept zeros included.  Weights that are sharded are put together, one at a
     time: every process has to call this.
     """
+    names = {f"{name}.weight" for name, module in model.named_modules() if _is_linear(module)}.union(find_merged(model)[0])
     masks = {}
-    for name, module in model.named_modules():
-        sharded = isinstance(getattr(module, "weight", None), DTensor)
-        # A layer that FSDP2 was applied to is of a class of its own.
-        if (type(module) is nn.Linear or (sharded and isinstance(module, nn.Linear))) and module.in_features % 4 == 0:
-            weight = module.weight.full_tensor() if isinstance(module.weight, DTensor) else module.weight
-            if bool(is_nonzero(weight).any()) and find_bad_groups(weight) is None:
-                masks[f"{name}.weight"] = mask_2_4(weight)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in names or parameter.shape[-1] % 4:
+            continue
+        weight = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        rows = weight.flatten(0, -2)
+        if bool(is_nonzero(rows).any()) and find_bad_groups(rows) is None:
+            masks[name] = mask_2_4(rows).view(weight.shape)
     return masks
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # A layer that FSDP2 was applied to is of a class of its own.
+    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and isinstance(module.weight, DTensor))
 
 
 @torch.no_grad()

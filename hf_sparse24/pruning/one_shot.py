@@ -17,13 +17,15 @@ from transformers.utils import logging
 from hf_sparse24.config import Sparse24Config
 from hf_sparse24.journal import Journal
 from hf_sparse24.linear import PackedLinear
+from hf_sparse24.merged import expert_class
 from hf_sparse24.modules import listed, match_modules, tied_names
 from hf_sparse24.pattern import is_nonzero
 from hf_sparse24.pruning import methods
 from hf_sparse24.pruning.alps import alps
 from hf_sparse24.pruning.blocks import Chain, Unit, Watcher, evaluating, find_units, run_model, start_chain
 from hf_sparse24.pruning.calibration import BATCH_SIZE, NUM_WINDOWS, WINDOW, Batch, make_batches
-from hf_sparse24.pruning.hessian import full_precision, squared_error
+from hf_sparse24.pruning.experts import ExpertLinear, Fallback, LayerInput, expert_inputs, experts_apart, statistics
+from hf_sparse24.pruning.hessian import InputSum, full_precision, squared_error
 from hf_sparse24.pruning.masks import store_mask
 from hf_sparse24.pruning.progress import prune_once
 from hf_sparse24.pruning.report import LayerReport, PruneReport
@@ -67,6 +69,9 @@ def prune(
 ) -> PruneReport:
     """Make a model's linear layers 2:4, in place; each gets its mask as the buffer `weight_kept` (see masks.py).
 
+    Experts that Transformers merges are pruned one by one, under the names of their weights in checkpoints, each from the tokens that
+    the router sends there (see experts.py for those that get few).
+
     Args:
         model: Dense.
         calibration: A text file, texts, rows with a "text", or token batches (see `make_batches`): what the layers' inputs are
@@ -103,25 +108,27 @@ def prune(
         raise ValueError("after_layer cannot be combined with journal: blocks that are put back would not be given to it")
     if refine not in (None, "cg"):
         raise ValueError(f"refine must be 'cg' or None, got {refine!r}")
-    layers, left_dense = _select(model, targets, ignore, sparsity)
-    chosen = _choose_methods(model, list(layers), method or (WITHOUT_DATA if calibration is None else DEFAULT))
-    pruner = _Pruner(layers, chosen, sparsity, refine == "cg", damp, None if device is None else torch.device(device), after_layer, journal)
-    label = method if isinstance(method, str) else "/".join(dict.fromkeys(chosen.values()))
-    report = PruneReport(f"{label}+cg" if refine else label, str(sparsity), left_dense=left_dense)
-    if calibration is None:
-        if needing := {name: f"method {how!r}" for name, how in chosen.items() if how != WITHOUT_DATA or refine}:
-            raise ValueError(f"without calibration there is only method 'magnitude', without refinement; {listed(needing)}")
-        report.layers += [pruner.prune_layer(name, None, 0) for name in layers]
-    else:
-        if not isinstance(model, PreTrainedModel):
-            raise ValueError(f"calibration needs a PreTrainedModel, got a {type(model).__name__}")
-        batches = make_batches(calibration, model, tokenizer, num_windows=num_windows, window=window, batch_size=batch_size, seed=seed)
-        with full_precision(), evaluating(model):
-            units, never_run = find_units(model, list(layers), batches[0])
-            for unit in units:
-                report.layers += pruner.prune_unit(model, unit, batches, true_sequential)
-        _report_never_run(report, never_run + pruner.never_run)
-        _warn_of_few_tokens(report, layers, refine == "cg")
+    with experts_apart(model) as merged:
+        layers, left_dense = _select(model, targets, ignore, sparsity, merged)
+        chosen = _choose_methods(model, list(layers), method or (WITHOUT_DATA if calibration is None else DEFAULT))
+        to = None if device is None else torch.device(device)
+        pruner = _Pruner(layers, chosen, sparsity, refine == "cg", damp, to, after_layer, expert_inputs(model), journal)
+        label = method if isinstance(method, str) else "/".join(dict.fromkeys(chosen.values()))
+        report = PruneReport(f"{label}+cg" if refine else label, str(sparsity), left_dense=left_dense)
+        if calibration is None:
+            if needing := {name: f"method {how!r}" for name, how in chosen.items() if how != WITHOUT_DATA or refine}:
+                raise ValueError(f"without calibration there is only method 'magnitude', without refinement; {listed(needing)}")
+            report.layers += [pruner.prune_layer(name, None, 0) for name in layers]
+        else:
+            if not isinstance(model, PreTrainedModel):
+                raise ValueError(f"calibration needs a PreTrainedModel, got a {type(model).__name__}")
+            batches = make_batches(calibration, model, tokenizer, num_windows=num_windows, window=window, batch_size=batch_size, seed=seed)
+            with full_precision(), evaluating(model):
+                units, never_run = find_units(model, list(layers), batches[0])
+                for unit in units:
+                    report.layers += pruner.prune_unit(model, unit, batches, true_sequential)
+            _report_never_run(report, never_run + pruner.never_run)
+            _warn_of_few_tokens(report, layers, refine == "cg")
     report.seconds = round(time.perf_counter() - started, 3)
     return report
 
@@ -130,15 +137,16 @@ def prune(
 
 
 def _select(
-    model: nn.Module, targets: Sequence[str], ignore: Sequence[str], sparsity: Sparsity
+    model: nn.Module, targets: Sequence[str], ignore: Sequence[str], sparsity: Sparsity, merged: Mapping[str, str]
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """The layers to prune, and those that are targeted and cannot be."""
+    """The layers to prune, and those that are targeted and cannot be; `merged` says why experts cannot be taken apart."""
     modules = dict(model.named_modules())
-    selected = match_modules(_classes(model), Sparse24Config(targets=list(targets), ignore=list(ignore)))
+    classes = _classes(model) | {name: expert_class(type(modules[name])) for name in merged}
+    selected = match_modules(classes, Sparse24Config(targets=list(targets), ignore=list(ignore)))
     tied = tied_names(model)
     if named := [name for name in selected if name in targets and f"{name}.weight" in tied]:
         raise ValueError(f"{named[0]}.weight is tied to another parameter, which would be pruned with it: untie it, or do not target it")
-    reasons = {name: _why_not(modules[name], f"{name}.weight" in tied, sparsity) for name in selected}
+    reasons = {name: merged.get(name) or _why_not(modules[name], f"{name}.weight" in tied, sparsity) for name in selected}
     left_dense = {name: reason for name, reason in reasons.items() if reason}
     layers = {name: modules[name] for name in selected if name not in left_dense}
     if not layers:
@@ -149,7 +157,8 @@ def _select(
 
 
 def _classes(model: nn.Module) -> dict[str, type]:
-    return {name: type(module) for name, module in model.named_modules()}
+    modules = model.named_modules()
+    return {name: module.kind if isinstance(module, ExpertLinear) else type(module) for name, module in modules}
 
 
 def _why_not(module: nn.Module, tied: bool, sparsity: Sparsity) -> str | None:
@@ -165,6 +174,10 @@ def _why_not(module: nn.Module, tied: bool, sparsity: Sparsity) -> str | None:
 def _weight_rows(module: Any) -> Tensor:
     """(out_features, in_features), a view; Conv1D stores it transposed."""
     return module.weight.T if isinstance(module, Conv1D) else module.weight
+
+
+def _num_inputs(module: Any) -> int:
+    return module.in_features if isinstance(module, LayerInput) else _weight_rows(module).shape[1]
 
 
 def _choose_methods(model: nn.Module, names: list[str], method: str | Mapping[str, str]) -> dict[str, str]:
@@ -193,6 +206,7 @@ class _Pruner:
     damp: float
     device: torch.device | None
     after_layer: AfterLayer | None
+    expert_inputs: dict[str, LayerInput]
     journal: Journal | None = None
     never_run: list[str] = field(default_factory=list)
 
@@ -216,18 +230,48 @@ class _Pruner:
         stages = [names]
         if true_sequential:
             seen = self._watch(runs[:1], names)
-            stages = [*seen.groups(names), *([name] for name in names if name not in seen.leaders)]
+            stages = self._stages([*seen.groups(names), *([name] for name in names if name not in seen.leaders)])
         for stage in stages:
             watcher = self._watch(runs, stage)
-            self.never_run += [name for name in stage if name not in watcher.leaders]
+            experts = [name for name in stage if isinstance(self.layers[name], ExpertLinear)]
+            whole = {name: watcher.sums.get(watcher.leaders.get(name, "")) for name in self.expert_inputs}
+            self.never_run += [name for name in stage if name not in watcher.leaders and name not in experts]
             for group in watcher.groups(stage):
-                inputs = watcher.sums.pop(group[0])
+                inputs = watcher.sums.pop(watcher.leaders[group[0]])
+                if group[0] in experts:
+                    yield from self._prune_experts(group, inputs, whole)
+                    continue
                 hessian = inputs.hessian()
                 for name in group:
                     yield self.prune_layer(name, hessian, inputs.tokens)
+            yield from self._prune_experts([name for name in experts if name not in watcher.leaders], None, whole)
+
+    def _stages(self, stages: list[list[str]]) -> list[list[str]]:
+        """Experts of a layer do not read each other's results: a projection of all of them is one stage."""
+        joined: dict[Any, list[str]] = {}
+        for stage in stages:
+            layer = self.layers[stage[0]]
+            key = (layer.experts, layer.projection) if isinstance(layer, ExpertLinear) else stage[0]
+            joined.setdefault(key, []).extend(stage)
+        return list(joined.values())
+
+    def _prune_experts(self, names: list[str], own: InputSum | None, whole: Mapping[str, InputSum | None]) -> Iterator[LayerReport]:
+        """Weights of experts with one input, of which `own` is the sum; None if no token was sent there."""
+        for name in names:
+            layer = self.layers[name]
+            assert isinstance(layer, ExpertLinear)
+            of_layer = whole[f"{layer.experts}.input"]
+            if of_layer is None:
+                self.never_run.append(name)
+                continue
+            hessian, fallback = statistics(layer, self.chosen[name], self.chosen[name] in ADAPTING or self.is_refined, own, of_layer)
+            yield self.prune_layer(name, hessian, own.tokens if own else 0, fallback)
 
     def _watch(self, runs: "Runs", names: list[str]) -> Watcher:
-        watcher = Watcher({name: self.layers[name] for name in names}, self._device(names[0]), lambda layer: _weight_rows(layer).shape[1])
+        layers = {name: self.layers[name] for name in names}
+        experts = {f"{layer.experts}.input" for layer in layers.values() if isinstance(layer, ExpertLinear)}
+        layers |= {name: self.expert_inputs[name] for name in sorted(experts)}
+        watcher = Watcher(layers, self._device(names[0]), _num_inputs)
         with watcher.watching():
             for batch, run in runs:
                 watcher.next_batch(batch)
@@ -237,38 +281,40 @@ class _Pruner:
     def _device(self, name: str) -> torch.device:
         return self.device or _weight_rows(self.layers[name]).device
 
-    def prune_layer(self, name: str, hessian: Tensor | None, tokens: int) -> LayerReport:
+    def prune_layer(self, name: str, hessian: Tensor | None, tokens: int, fallback: Fallback | None = None) -> LayerReport:
         """Prune one layer, and store its mask beside it."""
         started, layer, how = time.perf_counter(), self.layers[name], self.chosen[name]
+        is_refined = self.is_refined
+        if fallback and fallback.method:
+            how, is_refined = fallback.method, False
+        adapts = is_refined or how in ADAPTING
         stored = _weight_rows(layer)
         dense = stored.to(self._device(name), torch.float32, copy=True)
         try:
-            pruned = self._prune_weight(how, dense, hessian)
+            pruned = self._prune_weight(how, dense, hessian, is_refined)
         except ValueError as error:
             raise ValueError(f"{name} cannot be pruned by {how}: {error}") from error
         mask = pruned.mask.to(stored.device)
         dropped = int((is_nonzero(stored) & ~mask).sum())
         # Of what only lost weights, the others stay as they are, in float64 too.
-        stored.copy_(pruned.weight.to(stored)) if self._adapts(how) else stored.masked_fill_(~mask, 0)
+        stored.copy_(pruned.weight.to(stored)) if adapts else stored.masked_fill_(~mask, 0)
         store_mask(layer, mask.T if isinstance(layer, Conv1D) else mask)
         lost = squared_error(dense, stored.to(dense), hessian)
         if self.after_layer:
             self.after_layer(name, layer, hessian)
         seconds = round(time.perf_counter() - started, 4)
-        return LayerReport(name, how, dropped, mask.numel(), tokens, lost, pruned.damping, pruned.fallback, seconds)
+        reason = "; ".join(filter(None, (fallback.reason if fallback else None, pruned.fallback))) or None
+        return LayerReport(name, how, dropped, mask.numel(), tokens, lost, pruned.damping, reason, seconds)
 
-    def _adapts(self, how: str) -> bool:
-        return self.is_refined or how in ADAPTING
-
-    def _prune_weight(self, how: str, dense: Tensor, hessian: Tensor | None) -> methods.Pruned:
+    def _prune_weight(self, how: str, dense: Tensor, hessian: Tensor | None, is_refined: bool) -> methods.Pruned:
         if hessian is None:
             return METHODS[how](dense, dense, self.sparsity, self.damp)
         if not bool(torch.isfinite(hessian).all()):
             raise ValueError("its inputs hold NaN or infinity; calibrate in float32 or bfloat16, or ignore the layer")
-        if self._adapts(how) and not bool(torch.isfinite(dense).all()):
+        if (is_refined or how in ADAPTING) and not bool(torch.isfinite(dense).all()):
             raise ValueError("its weight holds NaN or infinity")
         pruned = METHODS[how](dense, hessian, self.sparsity, self.damp)
-        if self.is_refined and how != "alps":
+        if is_refined and how != "alps":
             pruned = methods.refine(dense, pruned, hessian, self.damp, methods.REFINE_STEPS)
         return pruned
 

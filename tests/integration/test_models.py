@@ -4,11 +4,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_sparse24 import Sparse24Config
 from hf_sparse24.compressors import Sparse24Compressor
+from hf_sparse24.experts import packed_experts
 from tests.models import FAMILIES, dense_names, files_of, load_dense, load_kept, logits, packed_names, tensors_of
 
 SHARD = "30KB"
@@ -52,7 +52,9 @@ def test_kept_layers_are_those_that_the_config_selects(saved):
     model = load_kept(saved.packed, saved.family.model_class)
     assert len(packed_names(model)) == saved.family.num_packed
     assert dense_names(model) == saved.family.dense
-    assert not packed_names(load_dense(saved.packed, saved.family.model_class))
+    assert len(packed_experts(model)) == saved.family.num_packed_experts // 12  # four experts, three weights
+    dense = load_dense(saved.packed, saved.family.model_class)
+    assert not packed_names(dense) and not packed_experts(dense)
 
 
 def test_is_sharded_and_smaller(saved):
@@ -97,55 +99,15 @@ def test_dense_checkpoint_is_packed_while_it_loads(saved, monkeypatch, tmp_path)
     monkeypatch.setattr(Sparse24Compressor, "compress_weight", lambda self, weight: packed.append(weight.shape) or original(self, weight))
     model, info = saved.family.model_class.from_pretrained(saved.dense, quantization_config=Sparse24Config(), output_loading_info=True)
     assert no_complaint(info), info
-    assert len(packed) == len(packed_names(model)) == saved.family.num_packed
+    assert len(packed) == saved.family.num_packed + saved.family.num_packed_experts
+    assert len(packed_names(model)) == saved.family.num_packed
+    assert len(packed_experts(model)) == saved.family.num_packed_experts // 12
     assert dense_names(model) == saved.family.dense
     assert torch.equal(saved.logits(model), saved.logits(saved.reference))
     model.save_pretrained(tmp_path)
     again, info = load_kept(tmp_path, saved.family.model_class, output_loading_info=True)
     assert no_complaint(info), info
     assert torch.equal(saved.logits(again), saved.logits(saved.reference))
-
-
-# ---- experts ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
-def test_experts_are_stored_apart_and_packed_where_a_target_names_them(name, tmp_path):
-    family = FAMILIES[name]
-    model = family.build()
-    model.save_pretrained(tmp_path / "dense")
-    dense = tensors_of(tmp_path / "dense")
-    experts = {key for key in dense if ".experts." in key}
-    assert len(experts) == 2 * 4 * 3
-    hand_packed = tmp_path / "packed"
-    model.save_pretrained(hand_packed, sparsity_config=Sparse24Config())
-    pack_by_hand(hand_packed, experts)
-
-    reference = logits(family.model_class.from_pretrained(tmp_path / "dense"))
-    for load in (load_dense, load_kept):
-        opened, info = load(hand_packed, family.model_class, output_loading_info=True)
-        assert no_complaint(info), info
-        assert torch.equal(logits(opened), reference)
-    load_dense(hand_packed, family.model_class).save_pretrained(tmp_path / "again")
-    again = tensors_of(tmp_path / "again")
-    assert again.keys() == dense.keys()
-    assert all(torch.equal(again[key], dense[key]) for key in dense)
-
-
-def pack_by_hand(folder, names):
-    """Replace dense tensors of a single-file checkpoint by parts."""
-    tensors = tensors_of(folder)
-    for name in names:
-        parts = Sparse24Compressor().compress_weight(tensors.pop(name))
-        tensors |= {f"{name.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
-def test_routers_stay_dense(name, tmp_path):
-    FAMILIES[name].build().save_pretrained(tmp_path, sparsity_config=Sparse24Config())
-    routers = [key for key in tensors_of(tmp_path) if key.endswith(".gate.weight")]
-    assert len(routers) == 2
 
 
 # ---- GPT-2, whose layers are no Linear ---------------------------------------------------------------------------------------
