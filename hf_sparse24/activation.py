@@ -32,6 +32,7 @@ from hf_sparse24.squared_relu import (
 
 # The key in config.json.
 CONFIG_KEY = "activation_sparsity"
+NOT_SELECTED = "targets or ignore leave it out"
 
 
 class ActivationSparsityConfig(BaseModel):
@@ -131,7 +132,7 @@ def sparsify_activations(model: nn.Module, config: ActivationSparsityConfig | No
         raise ValueError(f"no block of {type(model).__name__} with a squared ReLU can be served{reasons}")
     densify_activations(model)
     others = (name for name, module in model.named_modules() if has_squared_relu(module) and name not in found)
-    report.left_alone |= dict.fromkeys(others, "targets or ignore leave it out")
+    report.left_alone |= dict.fromkeys(others, NOT_SELECTED)
     for name, roles in found.items():
         if isinstance(roles, Projections):
             block = model.get_submodule(name)

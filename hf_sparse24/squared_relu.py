@@ -153,7 +153,7 @@ def sparse_class(base: type) -> type[nn.Module]:
 
 def make_sparse(block: Any, projections: Projections, options: Options) -> None:
     """Let a block multiply by `SquaredReluBlock`, in place."""
-    block.__class__ = sparse_class(type(block))
+    block.__class__ = sparse_class(block.__class__)
     block.projections, block.options, block._built_from = projections, options, None
     block.register_load_state_dict_post_hook(_after_loading)
     block.train(block.training)
@@ -280,7 +280,8 @@ def _follow(block: nn.Module, layers: dict[str, Any]) -> tuple[list[_Call], Tens
     # In training mode: a dropout that is no module shows itself.
     view.__dict__ |= {"_modules": {**block._modules, **stand_ins}, "training": True}
     x = torch.randn(1, 2, _width(layers), generator=generator, device="cpu")
-    return calls, x, type(block).forward(view, x)
+    with torch.random.fork_rng(devices=[]):
+        return calls, x, type(block).forward(view, x)
 
 
 def _width(layers: dict[str, Any]) -> int:

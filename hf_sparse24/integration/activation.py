@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_sparse24.activation import CONFIG_KEY, ActivationSparsityConfig, sparsify_activations
+from hf_sparse24.activation import CONFIG_KEY, NOT_SELECTED, ActivationSparsityConfig, sparsify_activations
 from hf_sparse24.errors import get_logger, warn
 from hf_sparse24.modules import listed
 
@@ -43,5 +43,6 @@ def apply_config(model: Any) -> None:
         return
     report = sparsify_activations(model, config)
     logger.info(str(report))
-    if report.left_alone:
-        warn(f"{len(report.left_alone)} blocks multiply all of their activations: {listed(report.left_alone)}")
+    missed = {name: reason for name, reason in report.left_alone.items() if reason != NOT_SELECTED}
+    if missed:
+        warn(f"{len(missed)} blocks with a squared ReLU multiply all of their activations: {listed(missed)}")

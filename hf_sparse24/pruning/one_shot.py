@@ -296,8 +296,9 @@ class _Pruner:
             raise ValueError(f"{name} cannot be pruned by {how}: {error}") from error
         mask = pruned.mask.to(stored.device)
         dropped = int((is_nonzero(stored) & ~mask).sum())
-        # Of what only lost weights, the others stay as they are, in float64 too.
-        stored.copy_(pruned.weight.to(stored)) if adapts else stored.masked_fill_(~mask, 0)
+        if adapts:  # of what only lost weights, the others stay as they are, in float64 too
+            stored.copy_(pruned.weight.to(stored))
+        stored.masked_fill_(~mask, 0)  # and no zero keeps a sign
         store_mask(layer, mask.T if isinstance(layer, Conv1D) else mask)
         lost = squared_error(dense, stored.to(dense), hessian)
         if self.after_layer:
