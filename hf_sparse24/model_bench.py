@@ -132,12 +132,16 @@ def packed_kinds(
 
     Args:
         packed: The packed weights of a checkpoint.
-        layers: Of the empty model, by module name.
+        layers: Of the empty model, by module name; experts are none.
         kept: Parameter name -> module name.
         notes: Is added to.
     """
+    if experts := [name for name, module in kept.items() if module not in layers]:
+        notes.append(f"{len(experts)} weights of experts are left out: how many rows each is multiplied by, a router decides")
     alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for name, module in kept.items():
+        if module not in layers:
+            continue
         layer, dtypes = layers[module], tuple(dtype for dtype, _ in packed[name].specs.values())
         alike[layer.out_features, layer.in_features, layer.compressor.format, dtypes].append(name)
     kinds = {}

@@ -16,10 +16,10 @@ FORMS = [(fp8, gated, keep_two) for fp8 in (False, True) for gated in (False, Tr
 # ---- without a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def check_code(source, arch, defines, registers=255):
+def check_code(source, arch, defines, registers=255, local_bytes=0):
     cubin = compile_kernel(source, arch, defines)
     found = resources(cubin)[source]
-    assert found.local_bytes == 0 and found.registers <= registers
+    assert found.local_bytes <= local_bytes and found.registers <= registers
     code = instructions(cubin)[source]
     # Two quotients of a row, of numbers out of the ordinary, are found by a function.
     assert not [line for line in code if "CALL" in line and "`(.L_" not in line and "$__internal_" not in line]
@@ -33,9 +33,9 @@ def test_machine_code_of_squared_relu(arch, fp8, gated, keep_two):
         pytest.skip("float8 needs compute capability 8.9")
     for packed in (False, True)[: 1 + keep_two]:
         for dtype in DTYPES:
-            code = check_code(
-                "squared_relu", arch, SquaredRelu.of(14336).defines(dtype, fp8=fp8, gated=gated, keep_two=keep_two, packed=packed)
-            )
+            defines = SquaredRelu.of(14336).defines(dtype, fp8=fp8, gated=gated, keep_two=keep_two, packed=packed)
+            # Where two blocks just fit on a multiprocessor, the compiler spills two registers to have them there.
+            code = check_code("squared_relu", arch, defines, local_bytes=8 if arch in ("sm_89", "sm_120a") else 0)
             assert any("LDG.E.128" in line for line in code)
 
 
@@ -45,7 +45,7 @@ def test_machine_code_of_squared_relu(arch, fp8, gated, keep_two):
 def test_machine_code_of_select_columns(arch, rows, fp8, gated, keep_two):
     config = SelectColumns.of(4096, rows, 132)
     code = check_code("select_columns", arch, config.defines(torch.bfloat16, fp8=fp8, gated=gated, keep_two=keep_two), registers=128)
-    loads = [line for line in code if ("LDG.E.64" if fp8 else "LDG.E.128") in line and "NA" in line]
+    loads = [line for line in code if ("LDG.E.NA.64" if fp8 else "LDG.E.NA.128") in line]
     assert len(loads) >= config.at_once
 
 
