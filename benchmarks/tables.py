@@ -7,6 +7,7 @@ holds that it does, and that no other number of these pages claims to be measure
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import quantized
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "measurements.md", ROOT / "docs" / "activation.md")
 CHART = RESULTS / "matmul-h200.svg"
 BLOCK = re.compile(r"(?P<begin><!-- measured: (?P<name>\w+) -->\n).*?(?P<end><!-- end of measured -->)", re.DOTALL)
 # What changed since a result was measured, by its commit.
@@ -249,6 +250,35 @@ def _perplexities(row: dict[str, Any]) -> tuple[str, str]:
     return f"{row['perplexity']:.1f}", f"{row['out_of_domain']:.1f}"
 
 
+# ---- activations -----------------------------------------------------------------------------------------------------------------
+
+
+def squared_relu() -> str:
+    """Both runs of examples/train_squared_relu.py, on each device that has a result."""
+    return "\n\n".join(_trained(read(file.stem)) for file in sorted(RESULTS.glob("train-squared-relu-*.json")))
+
+
+def _trained(result: dict[str, Any]) -> str:
+    runs, settings = result["runs"], result["settings"]
+    evaluated = list(runs["dense"]["bits_per_byte"])
+    header = ("trained", "training, at the end", *(f"held out, {how}" for how in evaluated))
+    rows = [
+        (name, f"{run['losses'][-1]['loss'] / math.log(2):.3f}", *(f"{run['bits_per_byte'][how]:.3f}" for how in evaluated))
+        for name, run in runs.items()
+    ]
+    batches = f"{settings['steps']} steps of {settings['batch_size']} windows of {settings['window']} bytes"
+    said = f"model `{settings['size']}`, {batches}; bits per byte"
+    layers = [
+        (
+            name,
+            *(f"{run['layers'][name][what]:.{digits}%}" for run in runs.values() for what, digits in (("zeros", 1), ("dropped_energy", 2))),
+        )
+        for name in runs["dense"]["layers"]
+    ]
+    columns = ("block", *(f"{name}: {what}" for name in runs for what in ("zeros", "energy that 2:4 drops")))
+    return f"{_made(result)}; {said}.\n\n{table(header, rows)}\n\n{table(columns, layers)}"
+
+
 # ---- text ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +317,7 @@ TABLES: dict[str, Callable[[], str]] = {
         big_folder,
         encoder,
         language_model,
+        squared_relu,
     )
 }
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -287,7 +288,7 @@ def _stream() -> Any:
 def environment() -> dict[str, Any]:
     """What was measured on, and when."""
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{_cpu_name()}, {torch.get_num_threads()} threads",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -297,6 +298,13 @@ def environment() -> dict[str, Any]:
         "hf_sparse24": __version__,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def _cpu_name() -> str:
+    """As Linux calls it; elsewhere the architecture."""
+    found = Path("/proc/cpuinfo")
+    lines = found.read_text().splitlines() if found.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _version(package: str) -> str | None:

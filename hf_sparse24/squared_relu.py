@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.activations import ReLUSquaredActivation
 
-from hf_sparse24.kernels import ops, reference
+from hf_sparse24.kernels import activation, ops, reference
+from hf_sparse24.kernels.dispatch import Choice, with_index
 from hf_sparse24.quantization import PRESETS, round_weight
 
 # What a block may hold beside its projections and its activation.
@@ -90,6 +91,25 @@ class SquaredReluBlock(nn.Module):
             if scale is None and weight.dtype != dtype:
                 weight, columns = weight.to(dtype), None
         return ops.squared_relu_linear(u, gate, weight, scale, columns, bias, self.options.keep_two)
+
+    def explain(self, rows: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Choice[Any]:
+        """Which path multiplies by the second projection as it is now, and why each other does not.
+
+        Args:
+            rows: Of the block's input.
+            dtype: Of the input; that of the weight if None.
+            device: Where the block would be moved; where it is if None.
+        """
+        name = self.projections.down
+        down: Any = self._modules[name]
+        if (reason := why_apart(down)) is not None:
+            return Choice("module", None, dict.fromkeys(activation.PATHS, reason))
+        copies = {} if _learns(down) else copies_of(self)
+        return activation.choose(
+            *down.weight.shape, rows, dtype or down.weight.dtype, with_index(torch.device(device or down.weight.device)),
+            fp8=f"{name}_float8" in copies, has_columns=f"{name}_columns" in copies,
+            gated=self.projections.gate is not None, keep_two=self.options.keep_two,
+        )  # fmt: skip
 
     # ---- copies of the weights ---------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from hf_sparse24 import (
     sparsify_activations,
 )
 from hf_sparse24.activation import sparse_blocks
-from hf_sparse24.kernels import ops, reference
+from hf_sparse24.kernels import activation, ops, reference
 from hf_sparse24.squared_relu import Projections, SquaredReluBlock, copies_of, find_projections
 from tests.models import IDS, SIZES, files_of, load_dense, load_kept, logits, make_2_4, packed_names, tensors_of
 
@@ -744,3 +744,28 @@ def test_one_operator_multiplies_a_block(arcee, monkeypatch):
     block = arcee.model.layers[0].mlp
     assert gate is None and weight is block.down_proj_float8 and scale is block.down_proj_scale and columns is block.down_proj_columns
     assert bias is not None and keep_two is True and isinstance(block, SquaredReluBlock)
+
+
+def test_explain_asks_for_what_the_block_would_multiply(arcee, monkeypatch):
+    asked = []
+    monkeypatch.setattr(activation, "choose", lambda *args, **kwargs: asked.append((args, kwargs)) or "choice")
+    sparsify_activations(arcee, replace_config(FP8, decode=True))
+    block = arcee.model.layers[0].mlp
+    with torch.no_grad():
+        assert block.explain(3, torch.bfloat16) == "choice"
+    n, k = block.down_proj.weight.shape
+    copies = {"fp8": True, "has_columns": True}
+    rest = {"gated": False, "keep_two": True}
+    assert asked == [((n, k, 3, torch.bfloat16, torch.device("cpu")), {**copies, **rest})]
+    block.explain(3)  # the weight would learn: no copy is multiplied
+    assert asked[1] == ((n, k, 3, torch.float32, torch.device("cpu")), {**dict.fromkeys(copies, False), **rest})
+
+
+def test_explain_names_what_keeps_a_layer_apart(arcee):
+    sparsify_activations(arcee)
+    block = arcee.model.layers[0].mlp
+    choice = block.explain(1)
+    assert choice.path == "dense" and choice.reasons["select_columns"] == choice.reasons["wgmma_sp"] == "cpu has no sparse tensor cores"
+    block.down_proj.register_forward_hook(lambda *_: None)
+    choice = block.explain(1)
+    assert choice.path == "module" and set(choice.reasons.values()) == {"something is hooked to it"}

@@ -1,5 +1,6 @@
 """Every script in examples/ runs, as a user would run it, on a tiny model."""
 
+import json
 import os
 import subprocess
 import sys
@@ -40,7 +41,29 @@ def compress_checkpoint(tmp_path, golden, chat_folder):
     assert not any(name.endswith(".bitmask") for name in tensors_of(tmp_path / "dense"))
 
 
-CHECKS = {"verify_roundtrip.py": verify_roundtrip, "compress_checkpoint.py": compress_checkpoint}
+def train_squared_relu(tmp_path, golden, chat_folder):
+    out = tmp_path / "result.json"
+    options = ("--size", "tiny", "--steps", 20, "--batch-size", 4, "--window", 64, "--device", "cpu", "--out", out)
+    result = run("train_squared_relu.py", *options)
+    assert result.returncode == 0, result.stderr
+    runs = json.loads(out.read_text())["runs"]
+    assert set(runs) == {"dense", "2:4"}
+    for found in runs.values():
+        assert found["losses"][-1]["loss"] < found["losses"][0]["loss"] - 0.5
+        # Untrained, a half is negative.
+        assert all(0.3 < layer["zeros"] < 0.95 and 0 < layer["dropped_energy"] < 0.2 for layer in found["layers"].values())
+        assert set(found["bits_per_byte"]) == {"dense", "2:4", "2:4, float8"}
+    # One start, the same batches, another product.
+    first = [found["losses"][0]["loss"] for found in runs.values()]
+    assert first[0] != first[1] and abs(first[0] - first[1]) < 0.01
+    assert runs["dense"]["bits_per_byte"] != runs["2:4"]["bits_per_byte"]
+
+
+CHECKS = {
+    "train_squared_relu.py": train_squared_relu,
+    "verify_roundtrip.py": verify_roundtrip,
+    "compress_checkpoint.py": compress_checkpoint,
+}
 
 
 @pytest.mark.parametrize("name", CHECKS)

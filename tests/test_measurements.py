@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("measurements", "faq", "migration"))]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("measurements", "activation", "faq", "migration"))]
 # A speed-up, a time, a rate: 1.75x, 12.7 us, 4.3 GB/s.
 FIGURE = re.compile(r"\d+\.\d+x|\d+x\b(?! )|\b\d+(?:\.\d+)? (?:us|ms|[GMT]B/s|tokens/s|tokens a second)\b")
 

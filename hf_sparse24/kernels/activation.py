@@ -44,7 +44,8 @@ CONFIGS_8BIT = (
     WgmmaSp(128, 256, 128, stages=5, ahead=2, multicast=2, value_bytes=1, window=256, sparse_rows=True),
     WgmmaSp(128, 256, 128, stages=5, ahead=2, multicast=4, value_bytes=1, window=256, sparse_rows=True),
 )
-# Rows of u from which `wgmma_sp` is faster than a dense product, by measurement (benchmarks/results/activation-h200.json).
+# Rows of u from which `wgmma_sp` runs.  Fewer rows were seen to lose to a dense product in float8 on an H200; where exactly the two meet
+# has not been measured: benchmarks/activation.py will.
 MIN_PACKED_ROWS = {2: 1024, 1: 1024}  # by bytes of a value of W
 
 
@@ -156,7 +157,7 @@ def choose(
     best = min(configs, key=lambda config: cost.time_us(config, m, k, n), default=None)
     reason = why_not("wgmma_sp", dtype, device, fp8) or _why_not_packed(k, m, fp8, keep_two)
     if best is not None and not (reason := reason or _why_not_built(best, dtype, device, fp8, gated, keep_two)):
-        return Choice("wgmma_sp", best, {**reasons, "dense": f"wgmma_sp is faster from {MIN_PACKED_ROWS[1 if fp8 else 2]} rows on"})
+        return Choice("wgmma_sp", best, {**reasons, "dense": f"wgmma_sp takes {MIN_PACKED_ROWS[1 if fp8 else 2]} rows and more"})
     return Choice("dense", None, {**reasons, "wgmma_sp": reason or f"in_features {k} is no multiple of 64"})
 
 
@@ -191,7 +192,7 @@ def _why_not_packed(k: int, m: int, fp8: bool, keep_two: bool) -> str | None:
     if not keep_two:
         return "all activations stay, not two of four"
     if m < (least := MIN_PACKED_ROWS[1 if fp8 else 2]):
-        return f"dense is faster below {least} rows"
+        return f"{m} rows are fewer than {least}, below which dense is taken"
     return f"in_features {k} is no multiple of 64" if k % 64 else None
 
 
